@@ -1,0 +1,1 @@
+"""The vLLM connector: prefill pushes KV into the store, decode pulls it."""

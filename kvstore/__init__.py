@@ -1,0 +1,3 @@
+"""A shared, tiered KV-cache store for LLM engines."""
+
+__version__ = "0.1.0"

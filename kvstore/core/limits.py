@@ -1,0 +1,63 @@
+"""Every bound of the system in one place; the relations between them are asserted on import.
+
+Refusing is a normal answer, so every queue, batch, lease and park takes its bound from here.
+"""
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+# Keys and tables
+KEY_BYTES = 32
+GENERATION_BYTES = 8
+LEASE_ID_BYTES = 16
+CLIENT_ID_BYTES = 16
+BOOT_ID_BYTES = 8
+NODE_ID_BYTES = 8
+CHECKSUM_BYTES = 8
+RUNS_PER_OBJECT_MAX = 65_536
+MANIFEST_BYTES_MAX = 256 * KIB
+
+# Control messages
+BATCH_KEYS_MAX = 1_024
+FRAME_BYTES_MAX = 32 * MIB
+REPORTS_PER_CALL_MAX = 256
+PARKED_PER_CLIENT_MAX = 256
+WATCHED_KEYS_MAX = 65_536
+NAMESPACES_MAX = 1_024
+CLIENTS_MAX = 4_096
+
+# Durations, in seconds
+RESERVATION_S_MAX = 120.0
+LEASE_S_MAX = 120.0  # in total, renewals included
+WAIT_S_MAX = 30.0
+HOLD_S = 60.0  # how long a page stays held when a late write could still land in it
+CLOCK_STEP_S_MAX = 1.0  # what the node's loop clock advances at most per reading
+
+# Shares of the arena
+LEASED_SHARE_MAX = 0.60
+RESERVED_AND_HELD_SHARE_MAX = 0.30
+CLIENT_SHARE_WITH_OTHERS = 0.50
+OBJECTS_PER_CLIENT_MIN = 2  # a client may always hold this many objects of its namespace
+OBJECTS_IN_ARENA_MIN = 8  # a smaller arena says so in Hello and in the log
+LOW_WATER_SHARE = 0.05  # of the pages, kept free in the background
+
+# Bytes
+PAGE_BYTES_DEFAULT = MIB
+ARENA_BYTES_MIN = 256 * MIB
+ARENA_BYTES_MAX = 64 * GIB
+TRANSFER_BATCH_BYTES_MAX = 64 * MIB
+
+# Index
+INDEX_FIRST_KEYS = 32  # what a lookup asks for before it asks for the rest
+INDEX_EXPIRY_S = 4 * 3_600
+HEARTBEAT_S = 2.0
+HEARTBEAT_EXPIRY_S = 8.0
+LAST_NODES_KEPT_S = 60.0  # when all heartbeats vanish at once
+
+assert BATCH_KEYS_MAX * (KEY_BYTES + 256 * CHECKSUM_BYTES + 64) < FRAME_BYTES_MAX, (
+    "a full batch of Commit or Acquire with 256 runs per object must fit into one frame"
+)
+assert LEASED_SHARE_MAX + RESERVED_AND_HELD_SHARE_MAX < 1.0, "something must be left to evict"
+assert HEARTBEAT_S * 3 < HEARTBEAT_EXPIRY_S, "two lost heartbeats must not kill a node"
+assert WAIT_S_MAX < LEASE_S_MAX, "a parked Acquire may not outlive its own lease"

@@ -1,0 +1,78 @@
+"""The contract of bytes in motion.
+
+A transfer moves bytes between this process's memory and a segment (a node's arena) one-sided: the other
+side's program does not take part. Clauses every implementation keeps (tests/contracts/transfer.py):
+
+* `submit_*` returns at once; several transfers may be under way to several segments.
+* DONE means: all bytes of all pieces are there, and nothing of this transfer will move any more.
+* FAILED means: some may have moved, and nothing of this transfer will move any more.
+* PENDING says nothing, and stays possible long after any deadline: until `poll` has said DONE or FAILED,
+  late bytes may land in the target *and*, of a write, be read from the source. The caller keeps both
+  out of use (held pages, retired staging) until then, or unregisters the memory.
+* An address outside the peer's registered memory fails the transfer; it never damages anything.
+* No call blocks other Python threads for longer than about 10 us (the GIL is released).
+* All methods may be called from any thread. After `close` every transfer has ended.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple, NewType, Protocol
+
+Handle = NewType("Handle", int)
+"""Names one submitted transfer until `poll` has returned DONE or FAILED for it once."""
+
+
+class Piece(NamedTuple):
+    """One contiguous copy: local address, address in the peer's segment, bytes."""
+
+    local_address: int
+    remote_address: int
+    size_bytes: int
+
+
+class Status(Enum):
+    """Where a transfer is."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Transfer(Protocol):
+    """Moves bytes between registered local memory and segments of peers."""
+
+    protocol: str
+    """Key of `Welcome.transfer` that this implementation talks to: "mooncake", "in_process", ..."""
+
+    @property
+    def segment(self) -> str:
+        """The name under which peers reach the memory registered here."""
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Makes local memory a source or target of transfers, and, on a node, reachable for peers.
+
+        Raises:
+            TransferFailed: the memory cannot be registered.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Ends that. Afterwards nothing lands there any more, not even late bytes."""
+
+    def submit_read(self, segment: str, pieces: Sequence[Piece]) -> Handle:
+        """Starts copying from the segment to local memory.
+
+        Raises:
+            TransferFailed: nothing was started (unknown peer, refused address): nothing will move.
+        """
+
+    def submit_write(self, segment: str, pieces: Sequence[Piece]) -> Handle:
+        """Starts copying from local memory to the segment. Raises as `submit_read`."""
+
+    def poll(self, handle: Handle) -> Status:
+        """Where the transfer is, without waiting. After DONE or FAILED the handle is forgotten."""
+
+    def wait(self, handle: Handle, timeout_s: float) -> Status:
+        """As `poll`, but waits for an end for up to `timeout_s`; PENDING when there was none."""
+
+    def close(self) -> None:
+        """Ends everything. Nothing moves any more when it returns."""
