@@ -1,0 +1,29 @@
+# Each target does by itself what it needs first; nothing is done twice.
+PY := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test demo bench clean
+
+help: ## Say what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## Packages, .venv and the test model; minutes the first time, then nothing
+	@deploy/dev/setup.sh
+
+check: setup ## Format, lint, types, arrows between rooms
+	.venv/bin/ruff format --check --quiet .
+	.venv/bin/ruff check --quiet .
+	.venv/bin/mypy --no-error-summary
+	.venv/bin/lint-imports --no-logo pyproject.toml
+
+test: setup check ## Everything that CI runs: check, then all tests, those with real vLLM last
+	$(PY) -m pytest
+
+demo: setup ## Real vLLM prefill pushes and is killed; a fresh decode engine pulls and goes on
+	@$(PY) deploy/demo/run.py
+
+bench: setup ## Measurements with their aims, about a minute each
+	@set -e; for file in bench/*.py; do echo "== $$file"; $(PY) $$file; done
+
+clean: ## Remove .venv, the model and every cache
+	rm -rf .venv .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
