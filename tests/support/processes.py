@@ -24,6 +24,7 @@ class Process:
 
     def __init__(self, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.log = log
+        self._log_start = log.stat().st_size if log.exists() else 0
         with log.open("ab") as output:
             self.popen = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", "--", *arguments],
@@ -43,7 +44,8 @@ class Process:
         return self.popen.poll()
 
     def output(self) -> str:
-        return self.log.read_text(errors="replace")
+        """What this process has said; not what a predecessor left in the same file."""
+        return self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def wait_for_output(self, text: str, deadline_s: float = 30.0) -> str:
         """All output so far, once `text` is in it; fails at once when the process ends without."""
