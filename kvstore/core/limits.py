@@ -22,12 +22,17 @@ MANIFEST_BYTES_MAX = 256 * KIB
 BATCH_KEYS_MAX = 1_024
 FRAME_BYTES_MAX = 32 * MIB
 REPORTS_PER_CALL_MAX = 256
+REQUEST_NAME_MAX = 256  # characters of an engine's request id in a report
+TOKEN_BYTES_MAX = 1_024
+DEPTH_MAX = 1 << 32
+OBJECT_BYTES_MAX = 1 << 40  # what a message may say; a namespace's geometry decides
 PARKED_PER_CLIENT_MAX = 256
 WATCHED_KEYS_MAX = 65_536
 NAMESPACES_MAX = 1_024
 CLIENTS_MAX = 4_096
 
 # Durations, in seconds
+DURATION_S_MAX = 1e6  # what a message may say; the bounds below decide
 RESERVATION_S_MAX = 120.0
 LEASE_S_MAX = 120.0  # in total, renewals included
 WAIT_S_MAX = 30.0

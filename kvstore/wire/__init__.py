@@ -1,7 +1,9 @@
 """Control messages and their versions, pure: bytes in, messages out."""
 
-from kvstore.wire.codec import decode_reply, decode_request, encode
+from kvstore.wire.codec import decode_envelope, decode_reply, decode_request, encode
 from kvstore.wire.messages import (
+    VERSION,
+    VERSIONS_SPOKEN,
     Abort,
     Acquire,
     AcquireAnswer,
@@ -16,6 +18,7 @@ from kvstore.wire.messages import (
     Committed,
     Done,
     Drop,
+    Envelope,
     Exists,
     Failed,
     Filling,
@@ -42,13 +45,11 @@ from kvstore.wire.messages import (
     RequestBody,
     Reserve,
     ReserveAnswer,
-    ReserveItem,
     Reserved,
+    ReserveItem,
     Resident,
     Stale,
     Suspect,
-    VERSION,
-    VERSIONS_SPOKEN,
     Verdict,
     Welcome,
     WireExtents,
@@ -69,6 +70,7 @@ __all__ = [
     "Committed",
     "Done",
     "Drop",
+    "Envelope",
     "Exists",
     "Failed",
     "Filling",
@@ -105,6 +107,7 @@ __all__ = [
     "Verdict",
     "Welcome",
     "WireExtents",
+    "decode_envelope",
     "decode_reply",
     "decode_request",
     "encode",

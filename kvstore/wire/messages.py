@@ -3,13 +3,17 @@
 One request frame and one reply frame, msgpack. Requests carry durations, never instants: the client
 counts from sending, the node from handling. Every request may be repeated with the same arguments and
 then has the same effect once (leases are named by the client for that reason).
+
+What a node must bound in a request (sizes of ids, lengths of batches, durations that are numbers) is part
+of the types, so the decoder refuses it before an object is made.
 """
 
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
+from msgspec import Meta
 
-from kvstore.core import Key, MissReason, Namespace
+from kvstore.core import Key, MissReason, Namespace, limits
 
 VERSION = 1
 VERSIONS_SPOKEN = (1,)  # a node speaks N and N-1; this is the first
@@ -24,6 +28,22 @@ NodeId = NewType("NodeId", bytes)
 """8 bytes that name a node."""
 BootId = NewType("BootId", bytes)
 """8 random bytes per start of a node."""
+
+
+_KEY = Meta(min_length=limits.KEY_BYTES, max_length=limits.KEY_BYTES)
+_LEASE = Meta(min_length=limits.LEASE_ID_BYTES, max_length=limits.LEASE_ID_BYTES)
+_GENERATION = Meta(min_length=limits.GENERATION_BYTES, max_length=limits.GENERATION_BYTES)
+_CLIENT = Meta(min_length=limits.CLIENT_ID_BYTES, max_length=limits.CLIENT_ID_BYTES)
+_BATCH = Meta(max_length=limits.BATCH_KEYS_MAX)
+_DURATION = Meta(ge=0.0, le=limits.DURATION_S_MAX)  # refuses NaN too; the store applies the real bounds
+
+_Key = Annotated[Key, _KEY]
+_Keys = Annotated[tuple[_Key, ...], _BATCH]
+_Namespace = Annotated[Namespace, _KEY]
+_LeaseId = Annotated[LeaseId, _LEASE]
+_Generation = Annotated[Generation, _GENERATION]
+_Duration = Annotated[float, _DURATION]
+_Tokens = Annotated[int, Meta(ge=0)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -44,48 +64,48 @@ WireExtents = tuple[tuple[int, int], ...]
 class Hello(Message, frozen=True):
     """First words to a boot of a node; again for every namespace. Both fields empty: just the facts."""
 
-    namespace: bytes = b""
-    manifest: bytes = b""
+    namespace: Annotated[bytes, Meta(max_length=limits.KEY_BYTES)] = b""
+    manifest: Annotated[bytes, Meta(max_length=limits.MANIFEST_BYTES_MAX)] = b""
 
 
 class ReserveItem(Item, frozen=True):
     """One object to be written. `depth` is the chunk's position in its chain, from 0."""
 
-    key: Key
-    parent: Key
-    depth: int
-    size_bytes: int
+    key: _Key
+    parent: _Key
+    depth: Annotated[int, Meta(ge=0, le=limits.DEPTH_MAX)]
+    size_bytes: Annotated[int, Meta(ge=1, le=limits.OBJECT_BYTES_MAX)]
     cold: bool = False
 
 
 class Reserve(Message, frozen=True):
     """Asks for the right to fill copies. Never waits."""
 
-    namespace: Namespace
-    items: tuple[ReserveItem, ...]
-    duration_s: float
+    namespace: _Namespace
+    items: Annotated[tuple[ReserveItem, ...], _BATCH]
+    duration_s: _Duration
 
 
 class CommitItem(Item, frozen=True):
     """One filled object and its table."""
 
-    key: Key
-    generation: Generation
-    table: bytes
+    key: _Key
+    generation: _Generation
+    table: Annotated[bytes, Meta(max_length=limits.RUNS_PER_OBJECT_MAX * limits.CHECKSUM_BYTES)]
 
 
 class Commit(Message, frozen=True):
     """Publishes objects. Only after every transfer of every rank returned success."""
 
-    namespace: Namespace
-    items: tuple[CommitItem, ...]
+    namespace: _Namespace
+    items: Annotated[tuple[CommitItem, ...], _BATCH]
 
 
 class Abort(Message, frozen=True):
     """Gives reservations back. `quiet`: every transfer has ended or never began, nothing can land late."""
 
-    namespace: Namespace
-    items: tuple[tuple[Key, Generation], ...]
+    namespace: _Namespace
+    items: Annotated[tuple[tuple[_Key, _Generation], ...], _BATCH]
     quiet: bool
 
 
@@ -96,100 +116,100 @@ class Acquire(Message, frozen=True):
     With `wait_s` the reply is parked while the first unpromised key is filling, or not stored yet.
     """
 
-    namespace: Namespace
-    keys: tuple[Key, ...]
-    lease: LeaseId
-    duration_s: float
-    wait_s: float = 0.0
+    namespace: _Namespace
+    keys: _Keys
+    lease: _LeaseId
+    duration_s: _Duration
+    wait_s: _Duration = 0.0
     prefix: bool = True
 
 
 class Pages(Message, frozen=True):
     """Asks where the leased copies are now; waits up to `wait_s` for promotions under way."""
 
-    lease: LeaseId
-    keys: tuple[Key, ...]
-    wait_s: float = 0.0
+    lease: _LeaseId
+    keys: _Keys
+    wait_s: _Duration = 0.0
 
 
 class Renew(Message, frozen=True):
     """Prolongs a lease to `duration_s` from now, within the limit of a lease's whole life."""
 
-    lease: LeaseId
-    duration_s: float
+    lease: _LeaseId
+    duration_s: _Duration
 
 
 class Release(Message, frozen=True):
     """Ends a lease for these keys, or for all when empty. `cold`: first to be evicted unless others use it."""
 
-    lease: LeaseId
-    keys: tuple[Key, ...] = ()
+    lease: _LeaseId
+    keys: _Keys = ()
     cold: bool = False
 
 
 class Prefetch(Message, frozen=True):
     """A hint that these keys will be asked for. No lease."""
 
-    namespace: Namespace
-    keys: tuple[Key, ...]
+    namespace: _Namespace
+    keys: _Keys
 
 
 class Suspect(Message, frozen=True):
     """A reader saw bytes that do not match their table: verify the leased copy, drop it if it is bad."""
 
-    namespace: Namespace
-    key: Key
-    generation: Generation
-    lease: LeaseId
+    namespace: _Namespace
+    key: _Key
+    generation: _Generation
+    lease: _LeaseId
 
 
 class ReportItem(Item, frozen=True):
     """What became of one engine request's lookup, in tokens; `reason` says why the rest was not pulled."""
 
-    request: str
-    queried_tokens: int
-    promised_tokens: int
-    pulled_tokens: int
+    request: Annotated[str, Meta(max_length=limits.REQUEST_NAME_MAX)]
+    queried_tokens: _Tokens
+    promised_tokens: _Tokens
+    pulled_tokens: _Tokens
     reason: MissReason | None = None
 
 
 class Report(Message, frozen=True):
     """Best effort: feeds metrics and the answer to "why was it a miss?"."""
 
-    items: tuple[ReportItem, ...]
+    items: Annotated[tuple[ReportItem, ...], Meta(max_length=limits.REPORTS_PER_CALL_MAX)]
 
 
 class Drop(Message, frozen=True):
     """Administration: forget these objects. A leased copy goes when its lease ends."""
 
-    namespace: Namespace
-    keys: tuple[Key, ...]
+    namespace: _Namespace
+    keys: _Keys
 
 
 RequestBody = (
-    Hello
-    | Reserve
-    | Commit
-    | Abort
-    | Acquire
-    | Pages
-    | Renew
-    | Release
-    | Prefetch
-    | Suspect
-    | Report
-    | Drop
+    Hello | Reserve | Commit | Abort | Acquire | Pages | Renew | Release | Prefetch | Suspect | Report | Drop
 )
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The envelope of every request. `token` is the shared secret where the node asks for one."""
+    """The envelope of every request. `token` is the shared secret where the node asks for one.
+
+    The first three fields keep their place and meaning in every version: see `Envelope`.
+    """
 
     version: int
-    client: ClientId
-    request_id: int
+    client: Annotated[ClientId, _CLIENT]
+    request_id: Annotated[int, Meta(ge=0)]
     body: RequestBody
-    token: bytes = b""
+    token: Annotated[bytes, Meta(max_length=limits.TOKEN_BYTES_MAX)] = b""
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What can be read of a request of any version: enough to answer that it was not understood."""
+
+    version: int
+    client: bytes
+    request_id: int
 
 
 # --- answers per key --------------------------------------------------------------------------------
