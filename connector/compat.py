@@ -1,0 +1,105 @@
+"""Every import of vLLM that the connector makes, and what it must know of vLLM's versions.
+
+Importing this file does no work and loads nothing that vLLM has not loaded before it looks for a connector,
+because API servers import it too. A version that was not read and tested is refused with one line: the
+engine then serves as if there were no store. vLLM is untyped here (its types cost minutes to check).
+"""
+
+from importlib.metadata import version
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+from vllm.v1.utils import tensor_data
+
+__all__ = [
+    "VERSIONS",
+    "CacheHitSource",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "SupportsHMA",
+    "block_size_of",
+    "register_connector",
+    "tensor_data",
+    "unsupported_engine",
+    "unsupported_version",
+    "was_aborted",
+]
+
+VERSIONS = ("0.32.",)
+"""Prefixes of the versions of vLLM whose connector API this connector was written and tested for."""
+
+
+def unsupported_version(installed: str | None = None) -> str | None:
+    """Why this vLLM cannot be served, or None. `installed` defaults to the version that is installed."""
+    found = installed or version("vllm")
+    if found.startswith(VERSIONS):
+        return None
+    known = ", ".join(f"{prefix}x" for prefix in VERSIONS)
+    return f"this connector knows vLLM {known}, not {found}; install a matching kvstore or vLLM"
+
+
+def register_connector(name: str, module_path: str) -> bool:
+    """Makes the connector known under its own name. False: it was known already, which is no error."""
+    try:
+        KVConnectorFactory.register_connector(name, module_path, name)
+    except ValueError:  # vLLM loads its plugins once per process, but not always only once
+        return False
+    return True
+
+
+def block_size_of(kv_cache_config: Any) -> int:
+    """Tokens in a block of the first KV cache group."""
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def was_aborted(request: Any) -> bool:
+    """Whether a finished request ended early: its client left, it was refused, or it failed."""
+    early = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
+    return request.status in early
+
+
+def unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> str | None:
+    """Why the KV of this engine can be neither saved nor loaded, as far as configurations tell, or None.
+
+    The worker half has its own word on the tensors (layout, strides, tile format).
+    """
+    parallel = vllm_config.parallel_config
+    groups = kv_cache_config.kv_cache_groups
+    refusals = (
+        (parallel.world_size > 1, f"tensor or pipeline parallelism ({parallel.world_size} ranks)"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
+        (len(groups) != 1, f"a model with {len(groups)} KV cache groups (hybrid attention or Mamba)"),
+    )
+    for refused, what in refusals:
+        if refused:
+            return f"{what} is not supported yet"
+    return _unsupported_spec(groups[0].kv_cache_spec)
+
+
+def _unsupported_spec(spec: Any) -> str | None:
+    """Only attention over all tokens, one state per token, no padding: exact types, so that none slips through."""
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        return f"a KV cache of kind {type(spec).__name__} is not supported yet"
+    windowed = spec.sliding_window is not None or spec.attention_chunk_size is not None
+    if windowed or spec.non_causal:
+        return "attention over a window, in chunks or not causal is not supported yet"
+    if spec.tokens_per_state != 1 or spec.page_size_padded is not None:
+        return "compressed or padded KV pages are not supported yet"
+    return None
