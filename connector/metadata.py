@@ -6,9 +6,24 @@ ranks by `aggregate`. Durations, never instants: both sides count with their own
 
 from dataclasses import dataclass, field
 
-from connector.compat import KVConnectorMetadata, KVConnectorWorkerMetadata
+from connector.compat import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
 from kvstore.client import NodeAddress
 from kvstore.core import Extents, Key, MissReason
+
+
+@dataclass(frozen=True)
+class Handshake(KVConnectorHandshakeMetadata):
+    """What only a worker knows of its KV cache, told once after it was registered; it completes the manifest.
+
+    The fields are those of `kvstore.core.Manifest`; `lanes` describes the whole model, not this rank's part.
+    `unsupported` is a reason, as half a sentence, neither to save nor to load on this engine.
+    """
+
+    tile_format: str = ""
+    kv_dtype: str = ""
+    unit_tokens: int = 0
+    lanes: tuple[tuple[int, int, int], ...] = ()
+    unsupported: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +42,10 @@ class LoadObject:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Everything one request loads, in chain order."""
+    """Everything one request loads, in chain order.
+
+    A job whose `deadline_s` is not positive moves nothing: all its blocks are reported as failed at once.
+    """
 
     job: int
     request: str
@@ -105,7 +123,9 @@ class Reports(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Reports":
         """Both ranks' reports together."""
         assert isinstance(other, Reports), f"reports of another connector: {type(other)}"
-        merged = Reports({job: list(r) for job, r in self.loads.items()}, {j: list(r) for j, r in self.saves.items()})
+        merged = Reports(
+            {job: list(r) for job, r in self.loads.items()}, {j: list(r) for j, r in self.saves.items()}
+        )
         for job, loads in other.loads.items():
             merged.loads.setdefault(job, []).extend(loads)
         for job, saves in other.saves.items():
