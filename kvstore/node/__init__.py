@@ -1,0 +1,7 @@
+"""The process: configuration (read once), composition (the only place that knows all rooms), run."""
+
+from kvstore.node.config import Loaded, load_config
+from kvstore.node.sections import SETTINGS, Config
+from kvstore.node.settings import Setting, without_password
+
+__all__ = ["SETTINGS", "Config", "Loaded", "Setting", "load_config", "without_password"]
