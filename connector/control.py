@@ -1,0 +1,148 @@
+"""What the scheduler half asks of the store, as a contract that never blocks.
+
+Questions return futures that the hooks poll; statements are sent and forgotten. `connector.background` keeps
+this contract with the real client on a thread of its own; tests keep it with an in-memory node. Clauses:
+
+* Every future ends, within the client's timeouts, with an answer or an exception that says why not.
+* Answers to `reserve` and `commit` are in the order asked, one per item.
+* `abandon` of an acquire gives back what it may still be promised.
+* Keys, leases and reservations belong to the namespace that was opened last when they were asked for.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from kvstore.client import NodeAddress
+from kvstore.core import Extents, Key, Manifest, MissReason
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a lookup says: the first `num_keys` are likely to be had; `reason` says why not more."""
+
+    num_keys: int
+    reason: MissReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """One leased object in DRAM."""
+
+    key: Key
+    node: NodeAddress
+    generation: bytes
+    extents: Extents
+    size_bytes: int
+    table: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Promise:
+    """The longest prefix of the asked keys that is leased; `reason` says why not more.
+
+    `handle` is what the client needs to renew and release it.
+    """
+
+    objects: tuple[Promised, ...]
+    reason: MissReason | None = None
+    handle: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveAsk:
+    """One object to be pushed."""
+
+    key: Key
+    parent: Key
+    depth: int
+    size_bytes: int
+    cold: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The right to fill these pages."""
+
+    node: NodeAddress
+    generation: bytes
+    extents: Extents
+
+
+@dataclass(frozen=True, slots=True)
+class NotGranted:
+    """No need or no right to write: `stored` says that the object is there already (at `node`)."""
+
+    stored: bool
+    reason: MissReason | None = None
+    node: NodeAddress | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAsk:
+    """One filled object with its table."""
+
+    key: Key
+    generation: bytes
+    table: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLine:
+    """What became of one request's prompt, in tokens: beyond the local prefix cache, promised, pulled."""
+
+    request: str
+    queried_tokens: int
+    promised_tokens: int
+    pulled_tokens: int
+    reason: MissReason | None
+
+
+class Control(Protocol):
+    """The store, as the scheduler half sees it."""
+
+    def open(self, manifest: Manifest) -> None:
+        """From now on everything is about this namespace. Nodes are told when they are first talked to."""
+
+    def call(self, work: Callable[[], T]) -> "Future[T]":
+        """Runs something slow (files, hashes) off the engine's thread."""
+
+    def lookup(self, keys: Sequence[Key]) -> "Future[Found]":
+        """How many of a chain's first keys are likely to be had. No lease."""
+
+    def acquire(
+        self, keys: Sequence[Key], duration_s: float, wait_s: float, nodes: Sequence[str]
+    ) -> "Future[Promise]":
+        """Leases a chain's keys; `nodes` (ids) are asked first; `wait_s` waits for commits under way."""
+
+    def abandon(self, future: "Future[Promise]") -> None:
+        """Nobody will read the answer to this acquire any more."""
+
+    def renew(self, promise: Promise, duration_s: float) -> "Future[float]":
+        """Prolongs a lease; the seconds that it has left now, 0 when it is gone."""
+
+    def release(self, promise: Promise) -> None:
+        """Ends a lease."""
+
+    def suspect(self, promise: Promise, key: Key) -> None:
+        """The bytes of this key did not match their table."""
+
+    def reserve(
+        self, items: Sequence[ReserveAsk], duration_s: float
+    ) -> "Future[Sequence[Grant | NotGranted]]":
+        """Asks for the right to push objects."""
+
+    def commit(self, node: NodeAddress, items: Sequence[CommitAsk]) -> "Future[Sequence[bool]]":
+        """Publishes objects of one node; False: nothing became visible."""
+
+    def abort(self, node: NodeAddress, items: Sequence[tuple[Key, bytes]], *, quiet: bool) -> None:
+        """Gives reservations back; `quiet`: nothing can land late."""
+
+    def report(self, lines: Sequence[ReportLine]) -> None:
+        """For the node's metrics; best effort."""
+
+    def close(self) -> None:
+        """Ends the thread, within a second."""
