@@ -1,0 +1,192 @@
+"""What each call does: a request in, the reply's body out, now or later.
+
+Handlers are plain functions of (client, body). One that returns a coroutine answers later; `ControlServer`
+parks it. What a handler raises becomes a `Failed` there.
+"""
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import msgspec
+
+from kvstore.core import BadRequest, Manifest, MissReason, Namespace, decode_manifest, limits, namespace_of
+from kvstore.server.parking import Parking
+from kvstore.server.waiting import acquire_waiting, worth_waiting
+from kvstore.store import Store
+from kvstore.wire import (
+    VERSIONS_SPOKEN,
+    Abort,
+    Acquire,
+    Acquired,
+    ClientId,
+    Commit,
+    CommitDone,
+    Done,
+    Drop,
+    Hello,
+    LeaseId,
+    LeaseState,
+    Miss,
+    Pages,
+    Prefetch,
+    Release,
+    Renew,
+    ReplyBody,
+    Report,
+    Request,
+    Reserve,
+    Reserved,
+    Suspect,
+    Verdict,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+Later = Coroutine[None, None, ReplyBody]
+NO_LEASE = LeaseId(b"")
+GIVEN_BACK = Acquired((Miss(MissReason.EXPIRED),))
+"""The reply to a parked Acquire whose lease was released meanwhile: nothing is promised."""
+
+
+class Verifier(Protocol):
+    """What checks a suspected copy off the loop: the store's mover."""
+
+    async def suspect(self, client: ClientId, request: Suspect) -> bool:
+        """Whether the leased copy was bad (and has been dropped)."""
+
+
+class Calls:
+    """The handlers of every request body."""
+
+    def __init__(
+        self,
+        store: Store,
+        verifier: Verifier,
+        welcome: Callable[[], Welcome],
+        parking: Parking,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._verifier = verifier
+        self._welcome = welcome
+        self._parking = parking
+        self._clock = clock
+        self._advised: set[Namespace] = set()
+        self._handlers: dict[type, Callable[[ClientId, Any], ReplyBody | Later]] = {
+            Hello: self._hello,
+            Reserve: self._reserve,
+            Commit: self._commit,
+            Abort: self._abort,
+            Acquire: self._acquire,
+            Pages: self._pages,
+            Renew: self._renew,
+            Release: self._release,
+            Prefetch: self._prefetch,
+            Suspect: self._suspect,
+            Report: self._report,
+            Drop: self._drop,
+        }
+
+    def answer(self, request: Request) -> ReplyBody | Later:
+        """The reply's body, or the coroutine that will give it.
+
+        Raises:
+            BadRequest, NamespaceUnknown: the request as a whole is refused.
+        """
+        return self._handlers[type(request.body)](request.client, request.body)
+
+    def _hello(self, client: ClientId, body: Hello) -> Welcome:
+        advice = ""
+        if body.namespace or body.manifest:
+            if namespace_of(body.manifest) != body.namespace:
+                raise BadRequest("the manifest does not hash to its namespace digest")
+            namespace = Namespace(body.namespace)
+            self._store.open_namespace(namespace, body.manifest)
+            advice = self._advice(namespace, decode_manifest(body.manifest))
+        welcome = self._welcome()
+        return msgspec.structs.replace(
+            welcome,
+            versions=VERSIONS_SPOKEN,
+            batch_keys_max=limits.BATCH_KEYS_MAX,
+            lease_s_max=limits.LEASE_S_MAX,
+            advice=advice or welcome.advice,
+        )
+
+    def _advice(self, namespace: Namespace, manifest: Manifest) -> str:
+        """What will not work well with this namespace; also said once in the log."""
+        object_bytes = manifest.geometry.object_bytes(manifest.chunk_tokens)
+        arena_bytes = self._welcome().arena_bytes
+        if arena_bytes >= limits.OBJECTS_IN_ARENA_MIN * object_bytes:
+            return ""
+        advice = (
+            f"an object of this model has {object_bytes >> 20} MiB, and the node's {arena_bytes >> 20} MiB hold "
+            f"{arena_bytes // object_bytes} of them: hardly anything will be found again; "
+            f"give the node at least {-(-limits.OBJECTS_IN_ARENA_MIN * object_bytes >> 20)} MiB"
+        )
+        if namespace not in self._advised:
+            self._advised.add(namespace)
+            log.warning("namespace %s: %s", namespace.hex()[:16], advice)
+        return advice
+
+    def _reserve(self, client: ClientId, body: Reserve) -> Reserved:
+        return Reserved(self._store.reserve(client, body.namespace, body.items, body.duration_s))
+
+    def _commit(self, client: ClientId, body: Commit) -> CommitDone:
+        return CommitDone(self._store.commit(client, body.namespace, body.items))
+
+    def _abort(self, client: ClientId, body: Abort) -> Done:
+        self._store.abort(client, body.namespace, body.items, body.quiet)
+        return Done()
+
+    def _acquire(self, client: ClientId, body: Acquire) -> Acquired | Later:
+        answers = self._store.acquire(client, body)
+        if not body.wait_s or not worth_waiting(answers) or not self._parking.has_room(client):
+            return Acquired(answers)
+        bounded = msgspec.structs.replace(body, wait_s=min(body.wait_s, limits.WAIT_S_MAX))
+
+        async def later() -> Acquired:
+            return Acquired(
+                await acquire_waiting(self._store, self._parking, self._clock, client, bounded, answers)
+            )
+
+        return later()
+
+    def _pages(self, client: ClientId, body: Pages) -> Acquired:
+        return Acquired(self._store.pages(client, body))
+
+    def _renew(self, client: ClientId, body: Renew) -> LeaseState:
+        return LeaseState(self._store.renew(client, body.lease, body.duration_s))
+
+    def _release(self, client: ClientId, body: Release) -> Done:
+        if not body.keys:
+            self._parking.release(client, body.lease)
+        self._store.release(client, body.lease, body.keys, body.cold)
+        return Done()
+
+    def _prefetch(self, client: ClientId, body: Prefetch) -> Done:
+        self._store.prefetch(client, body.namespace, body.keys)
+        return Done()
+
+    def _suspect(self, client: ClientId, body: Suspect) -> Later | Verdict:
+        if not self._parking.has_room(client):
+            return Verdict(bad=False)
+
+        async def later() -> Verdict:
+            return Verdict(await self._verifier.suspect(client, body))
+
+        return later()
+
+    def _report(self, client: ClientId, body: Report) -> Done:
+        self._store.report(client, body.items)
+        return Done()
+
+    def _drop(self, client: ClientId, body: Drop) -> Done:
+        self._store.drop(client, body.namespace, body.keys)
+        return Done()
+
+
+def lease_of(request: Request) -> LeaseId:
+    """The lease with which a parked request ends; none for those that end by themselves."""
+    return request.body.lease if isinstance(request.body, Acquire | Pages) else NO_LEASE

@@ -1,0 +1,66 @@
+"""Acquire with `wait_s`: hand-off without polling.
+
+A decode engine may ask for keys that prefill is about to commit. The request is tried again whenever the
+first key that could not be promised is committed, given up or refused, until everything is promised,
+somebody has given that key up, or the time is over. Keys before it stay leased meanwhile; the reply is
+always made of answers that are true now.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from kvstore.core import MissReason
+from kvstore.server.parking import Parking
+from kvstore.store import Store
+from kvstore.wire import Acquire, AcquireAnswer, ClientId, Filling, Miss, OnDisk, Resident
+
+Answers = tuple[AcquireAnswer, ...]
+
+
+def first_unpromised(answers: Answers) -> int | None:
+    """Index of the first answer that is not a lease."""
+    for index, answer in enumerate(answers):
+        if not isinstance(answer, Resident | OnDisk):
+            return index
+    return None
+
+
+def worth_waiting(answers: Answers) -> bool:
+    """Whether the first unpromised key may still come: it is being written, or was never seen."""
+    index = first_unpromised(answers)
+    return index is not None and answers[index] in {Filling(), Miss(MissReason.NEVER_STORED)}
+
+
+async def acquire_waiting(
+    store: Store,
+    parking: Parking,
+    clock: Callable[[], float],
+    client: ClientId,
+    request: Acquire,
+    answers: Answers,
+) -> Answers:
+    """The answers to `request` once there is nothing left to wait for; `answers` are the first ones.
+
+    `Filling` becomes `Miss(pending_timeout)` when the time is over.
+    """
+    deadline = clock() + request.wait_s
+    attempt = msgspec.structs.replace(request, wait_s=0.0)
+    keys = request.keys
+    while worth_waiting(answers) and (left_s := deadline - clock()) > 0 and not parking.closing:
+        index = first_unpromised(answers) or 0
+        keys, answers = keys[index:], answers[index:]
+        if not await parking.changed(partial(store.watch, request.namespace, keys[:1]), left_s):
+            continue  # the time is over, the server stops, or the node's clock stood still
+        answers = store.acquire(client, msgspec.structs.replace(attempt, keys=keys))
+        if isinstance(answers[0], Miss):
+            break  # its writer gave up, or was refused
+    answers = store.acquire(client, attempt)
+    return timed_out(answers) if clock() >= deadline else answers
+
+
+def timed_out(answers: Answers) -> Answers:
+    """The answers of a wait whose time is over: asking again at once would be no use."""
+    late = Miss(MissReason.PENDING_TIMEOUT)
+    return tuple(late if isinstance(answer, Filling) else answer for answer in answers)
