@@ -30,6 +30,13 @@ PARKED_PER_CLIENT_MAX = 256
 WATCHED_KEYS_MAX = 65_536
 NAMESPACES_MAX = 1_024
 CLIENTS_MAX = 4_096
+LEASES_PER_CLIENT_MAX = 4_096
+EXTENTS_PER_OBJECT_MAX = 64
+SUSPECTS_MAX = 64  # copies being verified at once
+
+# What a node remembers of the past, to say why
+LOST_KEYS_MAX = 65_536
+REPORTS_REMEMBERED_MAX = 16_384
 
 # Durations, in seconds
 DURATION_S_MAX = 1e6  # what a message may say; the bounds below decide
@@ -37,6 +44,7 @@ RESERVATION_S_MAX = 120.0
 LEASE_S_MAX = 120.0  # in total, renewals included
 WAIT_S_MAX = 30.0
 HOLD_S = 60.0  # how long a page stays held when a late write could still land in it
+CLIENT_ACTIVE_S = 60.0  # how long after its last request a client counts as "others active"
 CLOCK_STEP_S_MAX = 1.0  # what the node's loop clock advances at most per reading
 
 # Shares of the arena
@@ -46,6 +54,10 @@ CLIENT_SHARE_WITH_OTHERS = 0.50
 OBJECTS_PER_CLIENT_MIN = 2  # a client may always hold this many objects of its namespace
 OBJECTS_IN_ARENA_MIN = 8  # a smaller arena says so in Hello and in the log
 LOW_WATER_SHARE = 0.05  # of the pages, kept free in the background
+
+# Slices of background work on the control loop
+EXPIRIES_PER_TICK_MAX = 1_024
+EVICTED_PAGES_PER_TICK_MAX = 256
 
 # Bytes
 PAGE_BYTES_DEFAULT = MIB
