@@ -1,0 +1,204 @@
+"""A real `vllm serve` process and what the demo asks of it, over its OpenAI API."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+START_S_MAX = 240.0
+ANSWER_S_MAX = 240.0
+MODEL_NAME = "smollm2"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for one prompt. The token counts by source are vLLM's own counters' differences."""
+
+    text: str
+    first_token_s: float
+    prompt_tokens: int
+    computed: int
+    pulled: int
+    local: int
+    hand_off: dict[str, Any] | None
+
+
+class Engine:
+    """One vLLM instance in a process group of its own, so that a kill takes all of it."""
+
+    def __init__(self, name: str, model: Path, port: int, logs: Path, *, store: str | None) -> None:
+        self.name = name
+        self.log_path = logs / f"{name}.log"
+        self._url = f"http://127.0.0.1:{port}"
+        self._http = httpx.Client(base_url=self._url, timeout=ANSWER_S_MAX)
+        self._log: TextIO = self.log_path.open("w")
+        command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
+        command += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
+        if store is not None:
+            command += ["--kv-transfer-config", store]
+        self.command = command
+        self.started = time.monotonic()
+        self._process = subprocess.Popen(
+            command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ
+            | {
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache, which the negative control needs
+            },
+        )
+
+    def wait_ready(self) -> float:
+        """Seconds from start until it serves.
+
+        Raises:
+            DemoFailed: it ended, or took too long; its log's end says why.
+        """
+        while time.monotonic() - self.started < START_S_MAX:
+            if self._process.poll() is not None:
+                raise DemoFailed(f"{self.name} ended with exit code {self._process.returncode}", self.log_path)
+            try:
+                if self._http.get("/health", timeout=2.0).status_code == httpx.codes.OK:
+                    return time.monotonic() - self.started
+            except httpx.TransportError:
+                time.sleep(0.1)
+        raise DemoFailed(f"{self.name} was not ready after {START_S_MAX:.0f} s", self.log_path)
+
+    def ask(
+        self, prompt: str, max_tokens: int, *, hand_off: dict[str, Any] | None = None, salt: str | None = None
+    ) -> Answer:
+        """One greedy completion, streamed to see when the first token came."""
+        body: dict[str, Any] = {
+            "model": MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        if hand_off is not None:
+            body["kv_transfer_params"] = hand_off
+        if salt is not None:
+            body["cache_salt"] = salt
+        before = self.tokens_by_source()
+        answer = self._streamed(body)
+        after = self.tokens_by_source()
+        text, first_token_s, prompt_tokens, parameters = answer
+        return Answer(
+            text,
+            first_token_s,
+            prompt_tokens,
+            computed=after["local_compute"] - before["local_compute"],
+            pulled=after["external_kv_transfer"] - before["external_kv_transfer"],
+            local=after["local_cache_hit"] - before["local_cache_hit"],
+            hand_off=parameters,
+        )
+
+    def prefill(self, prompt: str) -> dict[str, Any]:
+        """Computes a prompt and one token; the hand-off for a decode engine."""
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        reply = self._http.post("/v1/completions", json=body)
+        self._expect_ok(reply)
+        hand_off = reply.json().get("kv_transfer_params")
+        if not hand_off:
+            raise DemoFailed(f"{self.name} returned no kv_transfer_params to hand off", self.log_path)
+        assert isinstance(hand_off, dict)
+        return hand_off
+
+    def start_prefill(self, prompt: str, salt: str) -> "subprocess.Popen[bytes]":
+        """Sends a prompt from another process and does not wait for the answer, which may never come."""
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "cache_salt": salt}
+        program = "import sys, httpx; httpx.post(sys.argv[1], content=sys.stdin.buffer.read(), timeout=600)"
+        sender = subprocess.Popen(
+            [sys.executable, "-c", program, f"{self._url}/v1/completions"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        assert sender.stdin is not None
+        sender.stdin.write(json.dumps(body).encode())
+        sender.stdin.close()
+        return sender
+
+    def tokens_by_source(self) -> dict[str, int]:
+        """vLLM's own count of prompt tokens: local_compute, local_cache_hit, external_kv_transfer."""
+        text = self._http.get("/metrics").text
+        counts = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "vllm:prompt_tokens_by_source_total":
+                    counts[sample.labels["source"]] = int(sample.value)
+        return counts
+
+    def forget_local_prefixes(self) -> None:
+        """Empties the engine's own prefix cache, and nothing else."""
+        self._expect_ok(self._http.post("/reset_prefix_cache"))
+
+    def signal(self, number: signal.Signals) -> None:
+        """A signal to every process of the engine."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the engine: nothing of it gets a chance to say goodbye."""
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+        self._http.close()
+        self._log.close()
+
+    def stop(self) -> None:
+        """The orderly end."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
+        self.kill()  # whatever is left of the group
+
+    def _streamed(self, body: dict[str, Any]) -> tuple[str, float, int, dict[str, Any] | None]:
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        began = time.monotonic()
+        first_token_s, text, prompt_tokens, parameters = 0.0, "", 0, None
+        with self._http.stream("POST", "/v1/completions", json=body) as reply:
+            if reply.status_code != httpx.codes.OK:
+                reply.read()
+                self._expect_ok(reply)
+            for event in _events(reply):
+                if event["choices"]:
+                    first_token_s = first_token_s or time.monotonic() - began
+                    text += event["choices"][0]["text"]
+                if event.get("usage"):
+                    prompt_tokens = event["usage"]["prompt_tokens"]
+                parameters = event.get("kv_transfer_params") or parameters
+        return text, first_token_s, prompt_tokens, parameters
+
+    def _expect_ok(self, reply: httpx.Response) -> None:
+        if reply.status_code != httpx.codes.OK:
+            raise DemoFailed(f"{self.name} answered {reply.status_code}: {reply.text[:300]}", self.log_path)
+
+
+def _events(reply: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in reply.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+class DemoFailed(Exception):
+    """What the demo shows is not true here. Carries the log that tells more."""
+
+    def __init__(self, message: str, log_path: Path | None = None) -> None:
+        super().__init__(message)
+        self.log_path = log_path
