@@ -18,7 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 from vllm.v1.utils import tensor_data
@@ -33,10 +38,14 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
+    "attention_isa",
     "block_size_of",
+    "is_mla",
+    "layer_specs",
     "register_connector",
     "tensor_data",
     "unsupported_engine",
+    "unsupported_spec",
     "unsupported_version",
     "was_aborted",
 ]
@@ -90,10 +99,32 @@ def unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> str | None:
     for refused, what in refusals:
         if refused:
             return f"{what} is not supported yet"
-    return _unsupported_spec(groups[0].kv_cache_spec)
+    reasons = (unsupported_spec(spec) for spec in layer_specs(groups[0]).values())
+    return next((reason for reason in reasons if reason), None)
 
 
-def _unsupported_spec(spec: Any) -> str | None:
+def layer_specs(group: Any) -> dict[str, Any]:
+    """Layer name to the specification of its KV cache, for the layers of one group."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return {name: spec.kv_cache_specs[name] for name in group.layer_names}
+    return dict.fromkeys(group.layer_names, spec)
+
+
+def is_mla(spec: Any) -> bool:
+    """Whether a layer stores one latent vector per token instead of keys and values per head."""
+    return isinstance(spec, MLAAttentionSpec)
+
+
+def attention_isa(vllm_config: Any, spec: Any) -> str:
+    """The instruction set that CPU attention packs its tiles for on this machine: vec, vec16, amx, neon, ..."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - only where KV is on CPU
+
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    return str(_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype))
+
+
+def unsupported_spec(spec: Any) -> str | None:
     """Only attention over all tokens, one state per token, no padding: exact types, so that none slips through."""
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         return f"a KV cache of kind {type(spec).__name__} is not supported yet"
@@ -102,4 +133,8 @@ def _unsupported_spec(spec: Any) -> str | None:
         return "attention over a window, in chunks or not causal is not supported yet"
     if spec.tokens_per_state != 1 or spec.page_size_padded is not None:
         return "compressed or padded KV pages are not supported yet"
+    if spec.kv_quant_mode not in {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}:
+        return f"KV quantised as {spec.kv_quant_mode.name.lower()} is not supported yet"
+    if spec.state_content_bytes is not None or spec.num_head_slots is not None:
+        return "KV that an attention backend packs in its own way is not supported yet"
     return None
