@@ -5,12 +5,14 @@ side's program does not take part. Clauses every implementation keeps (tests/con
 
 * `submit_*` returns at once; several transfers may be under way to several segments.
 * DONE means: all bytes of all pieces are there, and nothing of this transfer will move any more.
-* FAILED means: some may have moved, and nothing of this transfer will move any more.
+* FAILED means: some may have moved, and on this side nothing of this transfer will move any more: local
+  memory may be used again. Of a write, bytes that had already left may still land at the peer (measured
+  over TCP, when the peer had been stopped): the caller has its target pages held.
 * PENDING says nothing, and stays possible long after any deadline: until `poll` has said DONE or FAILED,
   late bytes may land in the target *and*, of a write, be read from the source. The caller keeps both
   out of use (held pages, retired staging) until then, or unregisters the memory.
 * An address outside the peer's registered memory fails the transfer; it never damages anything.
-* No call blocks other Python threads for longer than about 10 us (the GIL is released).
+* No call but `close` blocks other Python threads for longer than about 10 us (the GIL is released).
 * All methods may be called from any thread. After `close` every transfer has ended.
 """
 
@@ -56,7 +58,11 @@ class Transfer(Protocol):
         """
 
     def unregister(self, address: int) -> None:
-        """Ends that. Afterwards nothing lands there any more, not even late bytes."""
+        """Ends that. Afterwards no transfer of this side moves there any more, not even late bytes.
+
+        New transfers of peers are refused; one that a peer had under way may go on until `close`.
+        May wait for transfers under way to end, or raise TransferFailed if one does not.
+        """
 
     def submit_read(self, segment: str, pieces: Sequence[Piece]) -> Handle:
         """Starts copying from the segment to local memory.
