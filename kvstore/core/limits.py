@@ -68,6 +68,9 @@ TRANSFER_BATCH_BYTES_MAX = 64 * MIB
 # Index
 INDEX_FIRST_KEYS = 32  # what a lookup asks for before it asks for the rest
 INDEX_EXPIRY_S = 4 * 3_600
+INDEX_PASS_S = 3_600  # how often a node publishes all its keys again
+INDEX_BATCH_KEYS_MAX = 512  # keys in one merge: well under a millisecond of Redis' only thread each
+INDEX_DIRTY_KEYS_MAX = 262_144  # keys waiting to be published; beyond that, a pass over all keys instead
 HEARTBEAT_S = 2.0
 HEARTBEAT_EXPIRY_S = 8.0
 LAST_NODES_KEPT_S = 60.0  # when all heartbeats vanish at once
@@ -77,4 +80,5 @@ assert BATCH_KEYS_MAX * (KEY_BYTES + 256 * CHECKSUM_BYTES + 64) < FRAME_BYTES_MA
 )
 assert LEASED_SHARE_MAX + RESERVED_AND_HELD_SHARE_MAX < 1.0, "something must be left to evict"
 assert HEARTBEAT_S * 3 < HEARTBEAT_EXPIRY_S, "two lost heartbeats must not kill a node"
+assert INDEX_PASS_S * 2 < INDEX_EXPIRY_S, "an hourly pass that fails must not cost every entry"
 assert WAIT_S_MAX < LEASE_S_MAX, "a parked Acquire may not outlive its own lease"
