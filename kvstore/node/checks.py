@@ -11,7 +11,6 @@ import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvstore.core import BadConfiguration
 from kvstore.core.limits import KIB, MIB
@@ -24,7 +23,6 @@ PAGE_BYTES_MIN = 4 * KIB
 PAGE_BYTES_MAX = 64 * MIB
 TOKEN_BYTES_MIN = 16
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104  (refused without an address to advertise)
-REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 Origins = Mapping[str, str]
 
@@ -36,7 +34,6 @@ def settle(config: Config, origins: Origins) -> Config:
         BadConfiguration: one line with cause and remedy.
     """
     _check_addresses(config, origins)
-    _check_redis(config, origins)
     _check_transfer(config, origins)
     read_token(config.auth, origins)
     _check_log(config, origins)
@@ -129,20 +126,8 @@ def _is_ip(text: str) -> bool:
     return True
 
 
-def _check_redis(config: Config, origins: Origins) -> None:
-    scheme = urlsplit(config.redis.url).scheme
-    if config.redis.url and scheme not in REDIS_SCHEMES:
-        known = ", ".join(f"{known}://" for known in REDIS_SCHEMES)
-        raise _refuse(origins, "redis.url", f"must begin with one of {known}, as in redis://10.0.0.5:6379/0")
-
-
 def _check_transfer(config: Config, origins: Origins) -> None:
-    rdma = config.transfer.protocol == "rdma"
-    if rdma and not config.transfer.devices:
-        raise _refuse(
-            origins, "transfer.devices", "rdma needs the names of its devices, as `ibv_devices` lists them"
-        )
-    if not rdma and config.transfer.devices:
+    if config.transfer.protocol != "rdma" and config.transfer.devices:
         raise _refuse(
             origins,
             "transfer.devices",

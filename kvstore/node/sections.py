@@ -78,8 +78,8 @@ class RedisSection:
     url: str = setting(
         TEXT,
         "",
-        "Redis of the fleet, for instance redis://10.0.0.5:6379/0. May hold a password: prefer the file or "
-        "the environment to the flag.",
+        "Redis of the fleet: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://, for instance "
+        "redis://10.0.0.5:6379/0. May hold a password: prefer the file or the environment to the flag.",
         default_text="an embedded Redis, private to this node",
     )
     timeout_s: float = setting(SECONDS, 1.0, "How long one call to Redis may take before it counts as down.")
@@ -93,8 +93,8 @@ class TransferSection:
     devices: str = setting(
         TEXT,
         "",
-        "RDMA devices, comma separated, for instance mlx5_0,mlx5_1. Required with rdma, refused with tcp.",
-        default_text="none",
+        "RDMA devices, comma separated, for instance mlx5_0,mlx5_1; refused with tcp.",
+        default_text="any active one",
     )
     host: str = setting(
         TEXT,

@@ -138,8 +138,7 @@ def join_address(host: str, port: int) -> str:
 
 def without_password(url: str) -> str:
     """A URL that may be shown."""
-    password = urlsplit(url).password
-    return url.replace(f":{password}@", ":***@", 1) if password else url
+    return re.sub(r"(?<=:)[^:@/]*(?=@)|(?<=password=)[^&]*", "***", url)
 
 
 TEXT = Kind("a text", _text)

@@ -1,0 +1,5 @@
+"""The `kvstore` command: one file per subcommand."""
+
+from kvstore.cli.main import main
+
+__all__ = ["main"]

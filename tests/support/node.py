@@ -1,0 +1,94 @@
+"""A real `kvstore serve` process: small, on free ports, gone with the test."""
+
+import contextlib
+import json
+import re
+import signal
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.processes import Process
+
+READY = "kvstore is ready"
+
+
+class RunningNode:
+    """One node process.
+
+    `control` and `admin` are "host:port"; `process` is the handle (`kill`, `stop`, `send`, `output`).
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.banner = process.wait_for_output(READY)
+        self.control = self.told("control")
+        self.admin = self.told("admin")
+
+    def told(self, what: str) -> str:
+        """The first word behind `what` in the banner."""
+        match = re.search(rf"^ +{what} +(?:http://)?(\S+)", self.banner, re.MULTILINE)
+        assert match, f"no {what!r} in the banner:\n{self.banner}"
+        return match[1]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def get(self, path: str, token: str = "") -> tuple[int, str]:
+        """(status, text) of a path of the admin endpoint."""
+        request = urllib.request.Request(f"http://{self.admin}{path}")
+        if token:
+            request.add_header("Authorization", f"Bearer {token}")
+        try:
+            with urllib.request.urlopen(request, timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as refused:
+            with refused:
+                return refused.code, refused.read().decode()
+
+    def stats(self) -> dict:
+        """`/v1/stats`."""
+        status, text = self.get("/v1/stats")
+        assert status == 200, text
+        return json.loads(text)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.process.kill()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        return self.process.stop()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        self.process.send(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.process.send(signal.SIGCONT)
+
+
+def node_command(**settings: object) -> list[str]:
+    """The command line of a small node. `control_listen="..."` becomes `--control-listen=...`, True a bare flag."""
+    values = {
+        "control_listen": "127.0.0.1:0",
+        "admin_listen": "127.0.0.1:0",
+        "dram_size_bytes": "64MiB",
+        **settings,
+    }
+    flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+    words = [flag if value is True else f"{flag}={value}" for flag, value in flags.items() if value is not False]
+    return [sys.executable, "-m", "kvstore", "serve", *words]
+
+
+@contextlib.contextmanager
+def running_node(folder: Path | None = None, **settings: object) -> Iterator[RunningNode]:
+    """A node that is ready, with its output in `folder`/node.log; stopped, if need be killed, at the end."""
+    with contextlib.ExitStack() as stack:
+        home = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        yield RunningNode(stack.enter_context(Process(node_command(**settings), home / "node.log")))
