@@ -7,6 +7,10 @@ Policies hold identities and sizes, never bytes, and know no clock and no I/O. C
   before it.
 * Only what `evictable` allows is planned; a plan is enough for the need, or says that it is not.
 * Cold entries go first, unless they have been used by others.
+
+What the caller owes: parents form no cycle, and an entry that `evictable` forbade is touched when it
+becomes evictable (the end of a lease *is* a use). Until then a policy need not look at it again, so a plan
+costs O(victims log n) however many entries are leased.
 """
 
 from collections.abc import Callable, Hashable
