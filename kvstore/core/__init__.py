@@ -10,6 +10,7 @@ from kvstore.core.errors import (
     KVStoreError,
     NamespaceUnknown,
     NotAuthorised,
+    Overloaded,
     PeerLost,
     TransferFailed,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "Namespace",
     "NamespaceUnknown",
     "NotAuthorised",
+    "Overloaded",
     "Part",
     "PeerLost",
     "Run",

@@ -18,6 +18,10 @@ class BadRequest(KVStoreError):
     """A peer broke the protocol: the request is refused, the peer's other requests go on."""
 
 
+class Overloaded(KVStoreError):
+    """A bound of the node is reached (clients, namespaces): the request is refused, later it may not be."""
+
+
 class NotAuthorised(KVStoreError):
     """The request carries no valid token."""
 
