@@ -5,7 +5,11 @@ because API servers import it too. A version that was not read and tested is ref
 engine then serves as if there were no store. vLLM is untyped here (its types cost minutes to check).
 """
 
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -37,11 +41,14 @@ __all__ = [
     "KVConnectorRole",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "ModelFacts",
     "SupportsHMA",
     "attention_isa",
     "block_size_of",
+    "logger",
     "is_mla",
     "layer_specs",
+    "model_facts",
     "register_connector",
     "tensor_data",
     "unsupported_engine",
@@ -61,6 +68,11 @@ def unsupported_version(installed: str | None = None) -> str | None:
         return None
     known = ", ".join(f"{prefix}x" for prefix in VERSIONS)
     return f"this connector knows vLLM {known}, not {found}; install a matching kvstore or vLLM"
+
+
+def logger(name: str) -> logging.Logger:
+    """A logger whose lines appear in vLLM's log, in vLLM's format, under vLLM's level."""
+    return logging.getLogger(f"vllm.{name}")
 
 
 def register_connector(name: str, module_path: str) -> bool:
@@ -122,6 +134,63 @@ def attention_isa(vllm_config: Any, spec: Any) -> str:
 
     dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
     return str(_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What an engine serves, in plain values.
+
+    Args:
+        weights: folder of the weights, or a single file.
+        load_format: as vLLM names it.
+        ranks: tensor and pipeline parallel size.
+        max_model_len: longest request, in tokens.
+        config: the model's configuration, nested as in its config.json.
+        engine: what the engine adds to it (dtype, quantisation, ...).
+    """
+
+    weights: Path
+    load_format: str
+    ranks: tuple[int, int]
+    max_model_len: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+def model_facts(vllm_config: Any) -> ModelFacts:
+    """What this engine serves, in plain values."""
+    model, load, parallel = vllm_config.model_config, vllm_config.load_config, vllm_config.parallel_config
+    media = model.multimodal_config
+    return ModelFacts(
+        weights=_weights_folder(model.model_weights or model.model, model.revision, load.download_dir),
+        load_format=str(load.load_format),
+        ranks=(parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
+        max_model_len=model.max_model_len,
+        config=model.hf_config.to_dict(),
+        engine={
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": None if model.quantization is None else str(model.quantization),
+            "disable_sliding_window": model.disable_sliding_window,
+            "model_class_overrides": model.model_class_overrides,
+            "mm_processor_kwargs": media and media.mm_processor_kwargs,
+            "video_pruning_rate": media and media.video_pruning_rate,
+        },
+    )
+
+
+def _weights_folder(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """Where vLLM read the weights: a local path, or what its download left in the cache of Hugging Face."""
+    if Path(model).exists():
+        return Path(model)
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only where vLLM has used it
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True)
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        return Path(model)  # the fingerprint will say that nothing is there
 
 
 def unsupported_spec(spec: Any) -> str | None:

@@ -16,10 +16,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from connector.compat import ModelFacts
 from connector.metadata import Handshake
 from kvstore.core import BadConfiguration, Manifest
 from kvstore.core.limits import GIB, KIB, MIB
@@ -59,27 +59,6 @@ Scalar = str | int | float | bool | None
 
 class WeightsUnknown(BadConfiguration):
     """The weights cannot be told apart from others by their files."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What an engine serves, in plain values.
-
-    Args:
-        weights: folder of the weights, or a single file.
-        load_format: as vLLM names it.
-        ranks: tensor and pipeline parallel size.
-        max_model_len: longest request, in tokens.
-        config: the model's configuration, nested as in its config.json.
-        engine: what the engine adds to it (dtype, quantisation, ...).
-    """
-
-    weights: Path
-    load_format: str
-    ranks: tuple[int, int]
-    max_model_len: int
-    config: Mapping[str, Any] = field(default_factory=dict)
-    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build_manifest(facts: ModelFacts, weights: str, handshake: Handshake, chunk_tokens: int) -> Manifest:
