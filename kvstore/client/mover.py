@@ -1,0 +1,179 @@
+"""The mover: objects between this process's memory and a node's arena; blocking, bounded by a deadline.
+
+    push   take a slot | fill it, hash it | write ------------------> end: slot back
+    pull   take a slot | read -----------------> hash it, compare, sink | slot back
+
+Objects overlap: while one is moving, the next one is filled and hashed, or the previous one is verified and
+scattered. The bytes that are hashed are the mover's own: after a pull nobody else can change them between
+the comparison and the sink. What was not verified never reaches a sink.
+
+At the deadline nothing is waited for any more. A transfer that has not ended may still move bytes: its slot
+is retired, or, where the caller gave an address, `settled` says when that memory is quiet again.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvstore.client.address import NodeAddress
+from kvstore.client.staging import Staging
+from kvstore.client.voyage import Job, Voyage
+from kvstore.core import Extents, MissReason, Part, checksums, select
+from kvstore.transfer import Handle, Status, Transfer
+
+
+class PushItem(NamedTuple):
+    """One object, or a rank's part of it, to be written.
+
+    `source` fills a view of the part's size with the part's bytes, or is the address of registered memory
+    that already holds them.
+    """
+
+    extents: Extents
+    size_bytes: int
+    part: Part
+    source: Callable[[memoryview], None] | int
+
+
+class PushResult(NamedTuple):
+    """`checksums` has 8 bytes per run of the part, in its order. `quiet`: nothing of it can land late.
+
+    `error` is a line for the log.
+    """
+
+    ok: bool
+    quiet: bool = True
+    checksums: bytes | None = None
+    reason: MissReason | None = None
+    error: str = ""
+
+
+class PullItem(NamedTuple):
+    """One object, or a rank's part of it, to be read and verified.
+
+    `table` is the whole object's. `sink` gets the part's verified bytes, valid during the call only, or is
+    the address of registered memory where they are wanted; there they are only good if the result is ok.
+    """
+
+    extents: Extents
+    size_bytes: int
+    part: Part
+    table: bytes
+    sink: Callable[[memoryview], None] | int
+
+
+class PullResult(NamedTuple):
+    """`corrupt`: the bytes came, and were not those of the table. `quiet`: no byte can land late in memory
+    that the caller gave. `error` is a line for the log."""
+
+    ok: bool
+    reason: MissReason | None = None
+    corrupt: bool = False
+    quiet: bool = True
+    error: str = ""
+
+
+class _Push(Job[PushResult]):
+    """An object on its way to the node."""
+
+    def __init__(self, item: PushItem) -> None:
+        self.extents, self.size_bytes, self.part, self._source = item
+        self.address = self._source if isinstance(self._source, int) else None
+        self._checksums = b""
+
+    def before(self, view: memoryview) -> None:
+        if not isinstance(self._source, int):
+            self._source(view)
+        self._checksums = checksums(view, self.part.runs)
+
+    def after(self, view: memoryview) -> PushResult:
+        return PushResult(ok=True, checksums=self._checksums)
+
+    def missed(self, reason: MissReason | None, error: str, moving: bool, failed: bool) -> PushResult:
+        return PushResult(ok=False, quiet=not (moving or failed), reason=reason, error=error)
+
+
+class _Pull(Job[PullResult]):
+    """An object on its way here."""
+
+    def __init__(self, item: PullItem) -> None:
+        self.extents, self.size_bytes, self.part, self._table, self._sink = item
+        self.address = self._sink if isinstance(self._sink, int) else None
+        assert sum(run.size_bytes for run in self.part.runs) == self.part.size_bytes, (
+            "a part with bytes outside its runs cannot be verified"
+        )
+
+    def before(self, view: memoryview) -> None:
+        pass
+
+    def after(self, view: memoryview) -> PullResult:
+        if checksums(view, self.part.runs) != select(self._table, self.part.runs):
+            error = "the bytes that came are not those of the table"
+            return PullResult(ok=False, reason=MissReason.BAD_COPY, corrupt=True, error=error)
+        if not isinstance(self._sink, int):
+            self._sink(view)
+        return PullResult(ok=True)
+
+    def missed(self, reason: MissReason | None, error: str, moving: bool, failed: bool) -> PullResult:
+        return PullResult(ok=False, reason=reason, quiet=not moving or self.address is None, error=error)
+
+
+class Mover:
+    """Pushes and pulls objects. All methods may be called from any thread.
+
+    Args:
+        transfer: how bytes move; nodes are reached at `NodeAddress.segments[transfer.protocol]`.
+        staging: memory registered with `transfer`; a part larger than all of it cannot be staged.
+    """
+
+    def __init__(self, transfer: Transfer, staging: Staging) -> None:
+        self._transfer = transfer
+        self._staging = staging
+        self._lock = threading.Lock()
+        self._late: set[Handle] = set()  # transfers not ended at their deadline, in memory that callers gave
+
+    def push(self, node: NodeAddress, items: Sequence[PushItem], deadline_s: float) -> list[PushResult]:
+        """Writes objects into their granted pages, in order.
+
+        Args:
+            node: who holds the pages.
+            items: what to write.
+            deadline_s: seconds from now after which nothing is waited for any more.
+
+        Returns:
+            A result per item. Only what is `ok` may be committed; what is not `quiet` may still land.
+        """
+        voyage = Voyage(
+            self._transfer, self._staging, node, deadline_s, reading=False, add_late=self._add_late
+        )
+        return [result for _, result in voyage.run([_Push(item) for item in items])]
+
+    def pull(self, node: NodeAddress, items: Sequence[PullItem], deadline_s: float) -> list[PullResult]:
+        """Reads objects, verifies them and hands them to their sinks, in order. Arguments as for `push`."""
+        return [result for _, result in self.pull_each(node, items, deadline_s)]
+
+    def pull_each(
+        self, node: NodeAddress, items: Sequence[PullItem], deadline_s: float
+    ) -> Iterator[tuple[int, PullResult]]:
+        """As `pull`, but gives (position, result) as soon as an object has ended, while later ones are read."""
+        voyage = Voyage(
+            self._transfer, self._staging, node, deadline_s, reading=True, add_late=self._add_late
+        )
+        yield from voyage.run([_Pull(item) for item in items])
+
+    def settled(self, timeout_s: float) -> bool:
+        """Whether, within `timeout_s`, all memory that callers gave to earlier calls is quiet."""
+        end = time.monotonic() + timeout_s
+        with self._lock:
+            late, self._late = self._late, set()
+        moving = {
+            h for h in late if self._transfer.wait(h, max(0.0, end - time.monotonic())) is Status.PENDING
+        }
+        with self._lock:
+            self._late |= moving
+        return not moving
+
+    def _add_late(self, handle: Handle) -> None:
+        with self._lock:
+            self._late.add(handle)

@@ -1,0 +1,260 @@
+"""A voyage: one call of the mover, a window of objects under way to or from one node.
+
+    begin    take a slot (or the caller's memory), `Job.before`, submit the first batch
+    finish   wait, submit the next batch while there is one, `Job.after`, slot back
+
+The window holds at most one batch of bytes, or a single object of any size. The oldest flight is always
+finished first, so results come in order, and a flight's slot is given up on every way out.
+"""
+
+import ctypes
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvstore.client.address import NodeAddress
+from kvstore.client.staging import Slot, Staging
+from kvstore.core import Extents, MissReason, Part, TransferFailed, limits, locate
+from kvstore.transfer import Handle, Piece, Status, Transfer
+
+R = TypeVar("R")
+
+
+class Job(ABC, Generic[R]):
+    """An object to be moved, and what to do with its bytes before and after.
+
+    `address` is registered memory that the caller gave for the part's bytes, or None to use staging.
+    """
+
+    extents: Extents
+    size_bytes: int
+    part: Part
+    address: int | None
+
+    @abstractmethod
+    def before(self, view: memoryview) -> None:
+        """Called with the part's memory before it moves."""
+
+    @abstractmethod
+    def after(self, view: memoryview) -> R:
+        """Called with the part's memory when all of it has moved: the result."""
+
+    @abstractmethod
+    def missed(self, reason: MissReason | None, error: str, moving: bool, failed: bool) -> R:
+        """The result when it has not: whether bytes may still move, whether a transfer ended as failed."""
+
+
+@dataclass(slots=True)
+class Flight(Generic[R]):
+    """A job that has begun: its memory, the transfer under way, the batches to come, or its result already."""
+
+    index: int
+    job: Job[R]
+    slot: Slot | None = None
+    view: memoryview = field(default_factory=lambda: memoryview(b""))
+    batches: deque[list[Piece]] = field(default_factory=deque)
+    handle: Handle | None = None
+    result: R | None = None
+
+
+class Voyage:
+    """Moves jobs' bytes between memory here and the node's arena, until the deadline.
+
+    Args:
+        transfer: how.
+        staging: slots for jobs without memory of their own.
+        node: with whom.
+        deadline_s: seconds from now.
+        reading: from the node, else to it.
+        add_late: is given the transfers that have not ended at the deadline, in memory that callers gave.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        staging: Staging,
+        node: NodeAddress,
+        deadline_s: float,
+        *,
+        reading: bool,
+        add_late: Callable[[Handle], None],
+    ) -> None:
+        self._transfer = transfer
+        self._staging = staging
+        self._node = node
+        self._segment = node.segments.get(transfer.protocol, "")
+        self._end = time.monotonic() + deadline_s
+        self._submit = transfer.submit_read if reading else transfer.submit_write
+        self._add_late = add_late
+        self._down = "" if self._segment else f"the node cannot be reached by {transfer.protocol}"
+
+    def run(self, jobs: Sequence[Job[R]]) -> Iterator[tuple[int, R]]:
+        """Gives (position, result) of every job, in order, each as soon as it has ended."""
+        waiting = deque(enumerate(jobs))
+        flights: deque[Flight[R]] = deque()
+        try:
+            while waiting or flights:
+                while waiting and self._fits(waiting[0][1], flights):
+                    flight = self._begin(*waiting[0], wait=not flights)
+                    if flight is None:
+                        break
+                    flights.append(flight)
+                    waiting.popleft()
+                flight = flights.popleft()
+                yield flight.index, self._finish(flight)
+        finally:
+            for flight in flights:
+                self._let_go(flight)
+
+    def _left_s(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def _fits(self, job: Job[R], flights: deque[Flight[R]]) -> bool:
+        under_way = sum(flight.job.part.size_bytes for flight in flights)
+        return not flights or under_way + job.part.size_bytes <= limits.TRANSFER_BATCH_BYTES_MAX
+
+    def _begin(self, index: int, job: Job[R], wait: bool) -> Flight[R] | None:
+        """The job under way, or with its result if it cannot be; None if it must wait for a slot."""
+        flight = Flight(index, job)
+        try:
+            flight.result = self._obstacle(job)
+            if flight.result is None:
+                if not self._give_memory(flight, wait):
+                    return None
+                if flight.result is None:
+                    job.before(flight.view)
+                    flight.batches.extend(_batches(self._pieces(flight)))
+                    self._start_batch(flight)
+        except TransferFailed as error:
+            self._down = str(error)
+            flight.result = job.missed(MissReason.NODE_DOWN, self._down, moving=False, failed=False)
+        except Exception as error:  # noqa: BLE001 - whatever a caller's source raises is this object's result
+            flight.result = job.missed(None, f"its source failed: {error!r}", moving=False, failed=False)
+        except BaseException:
+            self._let_go(flight)
+            raise
+        return flight
+
+    def _obstacle(self, job: Job[R]) -> R | None:
+        """The result of a job that need not be tried."""
+        held_bytes = sum(extent[1] for extent in job.extents) * self._node.page_bytes
+        if self._down:
+            reason, error = MissReason.NODE_DOWN, self._down
+        elif self._left_s() <= 0:
+            reason, error = MissReason.TOO_SLOW, "the deadline came before it was begun"
+        elif held_bytes < job.size_bytes:
+            reason, error = (
+                MissReason.BAD_COPY,
+                f"{job.size_bytes} bytes cannot be in extents of {held_bytes}",
+            )
+        elif job.address is None and job.part.size_bytes > self._staging.size_bytes:
+            reason = MissReason.NO_ROOM
+            error = f"{job.part.size_bytes} bytes do not fit into the {self._staging.size_bytes} of staging; raise it"
+        else:
+            return None
+        return job.missed(reason, error, moving=False, failed=False)
+
+    def _give_memory(self, flight: Flight[R], wait: bool) -> bool:
+        """Takes the caller's memory or a slot; False if a slot will be there when an older flight has ended."""
+        job = flight.job
+        if job.address is not None:
+            flight.view = memoryview((ctypes.c_char * job.part.size_bytes).from_address(job.address)).cast(
+                "B"
+            )
+            return True
+        flight.slot = self._staging.take(job.part.size_bytes, self._left_s() if wait else 0.0)
+        if flight.slot:
+            flight.view = flight.slot.view
+        elif wait:
+            error = "all staging memory was in use until the deadline"
+            flight.result = job.missed(MissReason.TOO_SLOW, error, moving=False, failed=False)
+        return flight.slot is not None or wait
+
+    def _pieces(self, flight: Flight[R]) -> list[Piece]:
+        """Where the part's bytes are here and there."""
+        job = flight.job
+        local = flight.slot.address if flight.slot else job.address
+        assert local is not None, "a flight without memory"
+        pieces = []
+        for offset, size in locate(job.extents, self._node.page_bytes, job.part.spans):
+            pieces.append(Piece(local, self._node.arena_base + offset, size))
+            local += size
+        return pieces
+
+    def _start_batch(self, flight: Flight[R]) -> None:
+        """Submits the next batch, if there is time for it."""
+        if flight.batches and self._left_s() > 0:
+            flight.handle = self._submit(self._segment, flight.batches.popleft())
+
+    def _finish(self, flight: Flight[R]) -> R:
+        """Sees the flight to its end, or to the deadline; its result."""
+        try:
+            return self._ended(flight) if flight.result is None else flight.result
+        finally:
+            self._let_go(flight)
+
+    def _ended(self, flight: Flight[R]) -> R:
+        job = flight.job
+        try:
+            status = self._see_through(flight)
+        except TransferFailed as error:
+            self._down = str(error)
+            return job.missed(MissReason.NODE_DOWN, self._down, moving=False, failed=False)
+        if status is Status.PENDING:
+            moving = flight.handle is not None
+            return job.missed(MissReason.TOO_SLOW, "the deadline came first", moving=moving, failed=False)
+        if status is Status.FAILED:
+            self._down = f"a transfer with the segment {self._segment} failed"
+            return job.missed(MissReason.NODE_DOWN, self._down, moving=False, failed=True)
+        try:
+            return job.after(flight.view)
+        except Exception as error:  # noqa: BLE001 - whatever a caller's sink raises is this object's result
+            return job.missed(None, f"its sink failed: {error!r}", moving=False, failed=False)
+
+    def _see_through(self, flight: Flight[R]) -> Status:
+        """Waits for all batches. PENDING when time is up; then `flight.handle` is what still moves, if anything."""
+        while True:
+            if flight.handle is not None:
+                status = self._transfer.wait(flight.handle, self._left_s())
+                if status is Status.PENDING:
+                    return status
+                flight.handle = None
+                if status is Status.FAILED:
+                    return status
+            elif not flight.batches:
+                return Status.DONE
+            elif self._left_s() <= 0:
+                return Status.PENDING
+            else:
+                self._start_batch(flight)
+
+    def _let_go(self, flight: Flight[R]) -> None:
+        """Gives the flight's memory up: at once if it is quiet, else when its transfer has ended."""
+        handle, slot = flight.handle, flight.slot
+        if handle is not None and self._transfer.poll(handle) is Status.PENDING:
+            if slot:
+                self._staging.retire(slot, handle)
+            else:
+                self._add_late(handle)
+        elif slot:
+            self._staging.give_back(slot)
+
+
+def _batches(pieces: list[Piece]) -> list[list[Piece]]:
+    """The pieces in order, cut into batches of at most TRANSFER_BATCH_BYTES_MAX; one batch if there are no pieces."""
+    batches: list[list[Piece]] = [[]]
+    room = limits.TRANSFER_BATCH_BYTES_MAX
+    for local, remote, size in pieces:
+        done = 0
+        while done < size:
+            if room == 0:
+                batches.append([])
+                room = limits.TRANSFER_BATCH_BYTES_MAX
+            take = min(size - done, room)
+            batches[-1].append(Piece(local + done, remote + done, take))
+            done += take
+            room -= take
+    return batches
