@@ -1,0 +1,67 @@
+"""The worker half's books on its jobs. They change under its lock only; what they hold says who may do what."""
+
+from dataclasses import dataclass, field
+
+from connector.metadata import LoadJob, Reports, SaveJob, SaveReport
+from connector.tensors import Fence
+from kvstore.core import MissReason
+
+
+@dataclass(slots=True)
+class Load:
+    """One load job. Fields change under the lock of its `WorkerHalf`.
+
+    `loaded[i]`: object i is verified and in its blocks. Objects from `lost_from` on are given up. `reading`
+    counts transfers that have not ended, `writing` scatters under way.
+    """
+
+    job: LoadJob
+    after: Fence
+    began: float
+    loaded: list[bool]
+    lost_from: int
+    reading: int
+    writing: int = 0
+    reason: MissReason | None = None
+    suspect: int | None = None
+    error: str = ""
+    moved_bytes: int = 0
+    last_read: float = 0.0
+
+    @property
+    def valid(self) -> int:
+        """Length of the prefix that is loaded."""
+        prefix = self.loaded.index(False) if False in self.loaded else len(self.loaded)
+        return min(prefix, self.lost_from)
+
+    def lose(self, index: int, reason: MissReason | None, error: str) -> bool:
+        """Gives up objects from `index` on, unless that was known. True: it is the first bad object so far."""
+        if index >= self.lost_from:
+            return False
+        self.lost_from, self.reason, self.error, self.suspect = index, reason, error, None
+        return True
+
+
+@dataclass(slots=True)
+class Save:
+    """One save job. `began_writing`: bytes of it may be on their way."""
+
+    job: SaveJob
+    after: Fence
+    began: float
+    began_writing: bool = False
+
+
+@dataclass(slots=True)
+class Ended:
+    """What the next step's hooks report."""
+
+    requests: set[str] = field(default_factory=set)
+    invalid: set[int] = field(default_factory=set)
+    reports: Reports = field(default_factory=Reports)
+    lines: list[str] = field(default_factory=list)
+
+
+def nothing_saved(job: SaveJob, *, quiet: bool) -> SaveReport:
+    """The report of a save of which nothing may be committed."""
+    return SaveReport((None,) * len(job.objects), quiet)

@@ -1,0 +1,348 @@
+"""The worker half: moves the bytes that the scheduler half has arranged for, and says what became of it.
+
+    hook (engine's thread)        pool (a few threads)                 hook, a later step
+    start_load_kv   -- queue -->  read, verify, scatter  -- ended -->  get_transfer_results
+    wait_for_save   -- queue -->  gather, hash, write    -- ended -->  build_connector_worker_meta
+
+The engine's thread never waits: hooks only queue work and collect what has ended. Every job is reported
+exactly once, whatever happens to it: a job is in `_loads` or `_saves` until it is reported, everything about
+it changes under one lock, and a step's hooks report from one snapshot, so that a request never appears as
+finished before its invalid blocks do. Deadlines need no thread of their own, because the engine asks every
+step: what is over its deadline then is reported then.
+
+Engine blocks are written from verified bytes only, and never after the report: `_write` asks under the lock
+for leave to scatter, no leave is given once a job is over, and a job with a scatter under way is not over.
+Objects from the first bad one on are reported with all their blocks, also those that came in order later.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from threading import Condition
+from typing import Any
+
+from connector.books import Ended, Load, Save, nothing_saved
+from connector.compat import KVConnectorTransferResults, logger
+from connector.metadata import Handshake, Jobs, LoadJob, LoadReport, Reports, SaveJob, SaveReport
+from connector.pool import Pool
+from connector.tensors import Fence, KVCaches, LayoutUnsupported, understand
+from kvstore.client import Mover, PullItem, PushItem, PushResult
+from kvstore.core import KVStoreError, MissReason, TransferFailed, limits
+
+log = logger(__name__)
+
+THREADS = 4
+GRACE_S = 0.25  # behind the deadline, for the mover's own answer, which knows more
+SHUTDOWN_S = 5.0  # for a scatter or gather under way
+
+
+class WorkerHalf:
+    """The connector of one worker.
+
+    Args:
+        open_mover: makes the mover, once the tensors are known; what it raises (a `KVStoreError`, or an
+            ImportError where Mooncake is missing) turns this engine's store off with one line.
+        vllm_config: vLLM's configuration.
+        kv_cache_config: vLLM's description of the KV cache.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        open_mover: Callable[[], Mover],
+        vllm_config: Any,
+        kv_cache_config: Any,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._open_mover = open_mover
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._clock = clock
+        self._unsupported = "vLLM has registered no KV cache"
+        self._caches: KVCaches | None = None
+        self._mover: Mover | None = None
+        self._pool: Pool | None = None
+        self._changed = Condition()
+        self._loads: dict[int, Load] = {}
+        self._saves: dict[int, Save] = {}
+        self._ended = Ended()
+        self._reporting = Ended()  # the snapshot of this step
+        self._touching = 0  # scatters and gathers under way
+        self._closed = False
+
+    # --- start and end --------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Understands the tensors and opens the way to nodes. What cannot be is one line; the engine goes on."""
+        try:
+            self._caches = understand(kv_caches, self._kv_cache_config, self._vllm_config)
+            self._mover = self._open_mover()
+        except LayoutUnsupported as error:
+            self._unsupported = str(error)
+        except (KVStoreError, ImportError) as error:
+            self._unsupported = f"bytes cannot be moved: {error}"
+        else:
+            self._unsupported = ""
+            self._pool = Pool(THREADS, "kvstore-transfer")
+            return
+        log.warning("KV of this engine is neither saved to nor loaded from the store: %s", self._unsupported)
+
+    def get_handshake_metadata(self) -> Handshake:
+        """What the scheduler half must know of the tensors, or why it should not count on this worker."""
+        if self._unsupported:
+            return Handshake(unsupported=self._unsupported)
+        assert self._caches is not None
+        return self._caches.handshake
+
+    def shutdown(self) -> None:
+        """Begins nothing and reports nothing any more. Waits for scatters and gathers under way: vLLM is about
+        to unmap the blocks."""
+        with self._changed:
+            self._closed = True
+            self._loads.clear()
+            self._saves.clear()
+            self._ended = self._reporting = Ended()
+            quiet = self._changed.wait_for(lambda: self._touching == 0, SHUTDOWN_S)
+        if not quiet:
+            log.error("a copy of KV blocks did not end within %.0f s of the shutdown", SHUTDOWN_S)
+        if self._pool is not None:
+            self._pool.close()
+
+    # --- hooks of a step ------------------------------------------------------------------------------
+
+    def start_load_kv(self, jobs: Jobs) -> None:
+        """Queues this step's loads."""
+        if not jobs.loads:
+            return
+        after = self._caches.fence() if self._caches is not None else None
+        for job in jobs.loads:
+            self._begin_load(job, after)
+
+    def wait_for_save(self, jobs: Jobs) -> None:
+        """Queues this step's saves, ordered after the forward pass that was just launched."""
+        if not jobs.saves:
+            return
+        after = self._caches.fence() if self._caches is not None else None
+        for job in jobs.saves:
+            self._begin_save(job, after)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose loads ended since the last step. Takes the snapshot that the other hooks report from."""
+        with self._changed:
+            self._give_up_late()
+            ended, self._ended = self._ended, Ended()
+            self._reporting.invalid |= ended.invalid
+            self._reporting.reports = self._reporting.reports.aggregate(ended.reports)
+        for line in ended.lines:
+            log.warning("%s", line)
+        return KVConnectorTransferResults(finished_recving=ended.requests)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of those requests that do not hold what was promised."""
+        with self._changed:
+            invalid, self._reporting.invalid = self._reporting.invalid, set()
+        return invalid
+
+    def build_connector_worker_meta(self) -> Reports | None:
+        """Reports on the jobs that ended, for the scheduler half."""
+        with self._changed:
+            reports, self._reporting.reports = self._reporting.reports, Reports()
+        return reports if reports.loads or reports.saves else None
+
+    # --- loads ----------------------------------------------------------------------------------------
+
+    def _begin_load(self, job: LoadJob, after: Fence) -> None:
+        by_node: dict[int, list[int]] = {}
+        for index, wanted in enumerate(job.objects):
+            by_node.setdefault(wanted.node, []).append(index)
+        with self._changed:
+            if self._closed or job.job in self._loads:
+                return
+            load = Load(job, after, self._clock(), [False] * len(job.objects), len(job.objects), len(by_node))
+            self._loads[job.job] = load
+            if self._pool is None:
+                load.lose(0, MissReason.LAYOUT_UNSUPPORTED, self._unsupported)
+            elif job.deadline_s <= 0:
+                load.lose(0, None, "")  # the scheduler half knows why
+            self._settle(load)
+        if self._pool is not None:
+            for node, indices in by_node.items():
+                self._pool.load(partial(self._pull, load, node, indices))
+
+    def _pull(self, load: Load, node: int, indices: Sequence[int]) -> None:
+        """Reads the objects that one node holds, in chain order, up to the first that fails."""
+        try:
+            items = [self._pull_item(load, index) for index in indices if not self._given_up(load, index)]
+            if items:
+                self._pull_items(load, node, indices, items)
+        except Exception as error:  # noqa: BLE001 - a thread's body never dies without its report
+            with self._changed:
+                missing = (index for index in indices if not load.loaded[index])
+                load.lose(next(missing, len(indices)), None, f"internal error: {error!r}")
+        finally:
+            with self._changed:
+                load.reading -= 1
+                self._settle(load)
+
+    def _pull_items(self, load: Load, node: int, indices: Sequence[int], items: Sequence[PullItem]) -> None:
+        assert self._mover is not None
+        left_s = load.began + load.job.deadline_s - self._clock()
+        for at, result in self._mover.pull_each(load.job.nodes[node], items, left_s):
+            with self._changed:
+                load.last_read = self._clock()
+                if result.ok:
+                    load.moved_bytes += items[at].part.size_bytes
+                    continue
+                if load.lose(indices[at], result.reason, result.error) and result.corrupt:
+                    load.suspect = indices[at]
+            return  # what is under way behind it is let go with the generator
+
+    def _pull_item(self, load: Load, index: int) -> PullItem:
+        wanted = load.job.objects[index]
+        assert self._caches is not None
+        part = self._caches.geometry.whole(wanted.size_bytes)
+        return PullItem(
+            wanted.extents, wanted.size_bytes, part, wanted.table, partial(self._write, load, index)
+        )
+
+    def _given_up(self, load: Load, index: int) -> bool:
+        with self._changed:
+            return index >= load.lost_from or self._loads.get(load.job.job) is not load
+
+    def _write(self, load: Load, index: int, data: memoryview) -> None:
+        """Scatters one verified object into the engine's blocks, unless it is too late for that."""
+        with self._changed:
+            if index >= load.lost_from or self._loads.get(load.job.job) is not load:
+                return
+            load.writing += 1
+            self._touching += 1
+        done = False
+        try:
+            assert self._caches is not None
+            self._caches.scatter(data, load.job.objects[index].blocks, load.after)
+            done = True
+        finally:
+            with self._changed:
+                load.loaded[index] = done
+                load.writing -= 1
+                self._touching -= 1
+                self._settle(load)
+                self._changed.notify_all()
+
+    def _settle(self, load: Load) -> None:
+        """Reports a load from which nothing more can be gained, once. Under the lock."""
+        over = load.valid == load.lost_from or load.reading == 0
+        if not over or load.writing or self._loads.get(load.job.job) is not load:
+            return
+        del self._loads[load.job.job]
+        job, valid = load.job, load.valid
+        lost = job.objects[valid:]
+        self._ended.requests.add(job.request)
+        self._ended.invalid.update(block for wanted in lost for block in wanted.blocks if block is not None)
+        self._ended.reports.loads[job.job] = [
+            LoadReport(
+                valid,
+                load.reason if lost else None,
+                load.suspect,
+                load.moved_bytes,
+                max(0.0, load.last_read - load.began),
+                self._clock() - load.began,
+            )
+        ]
+        if lost and load.error:
+            self._ended.lines.append(
+                f"request {job.request}: {len(lost)} of {len(job.objects)} stored pieces could not be loaded "
+                f"and are computed instead: {load.error}"
+            )
+
+    # --- saves ----------------------------------------------------------------------------------------
+
+    def _begin_save(self, job: SaveJob, after: Fence) -> None:
+        with self._changed:
+            if self._closed or job.job in self._saves:
+                return
+            save = Save(job, after, self._clock())
+            self._saves[job.job] = save
+            if self._pool is None:
+                self._report(save, nothing_saved(job, quiet=True))
+        if self._pool is not None:
+            self._pool.save(partial(self._push, save))
+
+    def _push(self, save: Save) -> None:
+        """Writes a job's objects into their granted pages."""
+        with self._changed:
+            if self._saves.get(save.job.job) is not save:
+                return  # its deadline came first: nothing may be written into its pages any more
+            save.began_writing = True
+        report = nothing_saved(save.job, quiet=False)
+        try:
+            report = self._push_items(save)
+        except Exception as error:  # noqa: BLE001 - a thread's body never dies without its report
+            log.error("a save of %d pieces failed: %r", len(save.job.objects), error)  # noqa: TRY400 - one line
+        finally:
+            with self._changed:
+                self._report(save, report)
+
+    def _push_items(self, save: Save) -> SaveReport:
+        assert self._caches is not None and self._mover is not None
+        items = [
+            PushItem(
+                wanted.extents,
+                wanted.size_bytes,
+                self._caches.geometry.whole(wanted.size_bytes),
+                partial(self._read, save, index),
+            )
+            for index, wanted in enumerate(save.job.objects)
+        ]
+        left_s = save.began + save.job.deadline_s - self._clock()
+        results = self._mover.push(save.job.node, items, left_s)
+        failed = [result for result in results if not result.ok]
+        if failed:
+            log.warning("%d of %d pieces could not be saved: %s", len(failed), len(items), failed[0].error)
+        return SaveReport(
+            tuple(_by_run(item, result) for item, result in zip(items, results, strict=True)),
+            all(result.quiet for result in results),
+            sum(item.part.size_bytes for item, result in zip(items, results, strict=True) if result.ok),
+            self._clock() - save.began,
+        )
+
+    def _read(self, save: Save, index: int, out: memoryview) -> None:
+        """Gathers one object. The blocks of a save that is over may hold anything, or be unmapped."""
+        with self._changed:
+            if self._saves.get(save.job.job) is not save:
+                raise TransferFailed("the save is over its deadline, or the engine shuts down")
+            self._touching += 1
+        try:
+            assert self._caches is not None
+            self._caches.gather(save.job.objects[index].blocks, out, save.after)
+        finally:
+            with self._changed:
+                self._touching -= 1
+                self._changed.notify_all()
+
+    def _report(self, save: Save, report: SaveReport) -> None:
+        """Reports a save, once. Under the lock."""
+        if self._saves.get(save.job.job) is save:
+            del self._saves[save.job.job]
+            self._ended.reports.saves[save.job.job] = [report]
+
+    def _give_up_late(self) -> None:
+        """Ends what is over its deadline. Under the lock."""
+        now = self._clock()
+        for load in list(self._loads.values()):
+            if now >= load.began + load.job.deadline_s + GRACE_S:
+                load.lose(load.valid, MissReason.TOO_SLOW, f"not done within {load.job.deadline_s:.1f} s")
+                self._settle(load)
+        for save in list(self._saves.values()):
+            if now >= save.began + save.job.deadline_s + GRACE_S:
+                self._report(save, nothing_saved(save.job, quiet=not save.began_writing))
+
+
+def _by_run(item: PushItem, result: PushResult) -> dict[int, bytes] | None:
+    """The checksums of the runs that were written, by their index in the table."""
+    if not result.ok:
+        return None
+    assert result.checksums is not None, "what was written has checksums"
+    size = limits.CHECKSUM_BYTES
+    assert len(result.checksums) == size * len(item.part.runs), "one checksum for each run"
+    return {run.index: result.checksums[at * size : (at + 1) * size] for at, run in enumerate(item.part.runs)}
