@@ -134,8 +134,9 @@ class Link:
         asking: dict[str, Any] = {
             "username": self._address.options.get("sentinel_username"),
             "password": self._address.options.get("sentinel_password"),
-            "socket_timeout": self.timeout_s / 2,  # so that a second Sentinel can be asked when one hangs
-            "socket_connect_timeout": self.timeout_s / 2,
+            "socket_timeout": self.timeout_s / 3,  # so that the next Sentinel can be asked when one hangs
+            "socket_connect_timeout": self.timeout_s / 3,
+            "retry": Retry(NoBackoff(), 0),
         }
         sentinel_class: Any = Sentinel  # redis-py leaves these two without types
         pool_class: Any = SentinelConnectionPool
