@@ -91,6 +91,14 @@ class InProcessNetwork:
             plan.hits += 1
         return plan
 
+    def release(self) -> int:
+        """Lets everything held back move now, or fail if an end of it is gone; how many transfers that were."""
+        with self.lock:
+            before = self.copied_bytes
+            moved = sum(endpoint.move_held() for endpoint in self.endpoints.values())
+            self.late_bytes += self.copied_bytes - before
+            return moved
+
 
 class InProcessTransfer:
     """One endpoint: memory registered here can be moved, and be reached by other endpoints of the network."""
@@ -159,15 +167,12 @@ class InProcessTransfer:
             for moving in self._moving.values():
                 moving.status = Status.FAILED if moving.status is Status.PENDING else moving.status
 
-    def release(self) -> int:
-        """Lets everything held back move now, or fail if an end of it is gone; how many transfers that were."""
-        with self._network.lock:
-            held = [moving for moving in self._moving.values() if moving.status is Status.PENDING]
-            for moving in held:
-                before = self._network.copied_bytes
-                moving.status = self._copy(moving, None)
-                self._network.late_bytes += self._network.copied_bytes - before
-            return len(held)
+    def move_held(self) -> int:
+        """Lets what is held back here move now; how many transfers that were. See `InProcessNetwork.release`."""
+        held = [moving for moving in self._moving.values() if moving.status is Status.PENDING]
+        for moving in held:
+            moving.status = self._copy(moving, None)
+        return len(held)
 
     def _submit(self, moving: _Moving) -> Handle:
         with self._network.lock:
