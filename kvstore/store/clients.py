@@ -1,0 +1,102 @@
+"""Clients and their shares of the arena.
+
+A client is known by what it holds and by when it last spoke; there are no sessions. The rule for leased
+pages and for reserved + held pages is the same, with another share of the arena each:
+
+* a client may always hold `OBJECTS_PER_CLIENT_MIN` objects of its namespace;
+* beyond that it stays within the share, and within half of it while other clients are active;
+* beyond that all clients together stay within the share.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from kvstore.core import Overloaded, limits
+from kvstore.wire import ClientId
+
+
+class Client:
+    """What one client holds."""
+
+    __slots__ = (
+        "held_pages",
+        "id",
+        "leased",
+        "leased_pages",
+        "num_leases",
+        "num_reservations",
+        "reserved_pages",
+        "seen_s",
+    )
+
+    def __init__(self, client: ClientId) -> None:
+        self.id = client
+        self.seen_s = 0.0
+        self.num_leases = 0
+        self.num_reservations = 0
+        self.reserved_pages = 0
+        self.held_pages = 0
+        self.leased: dict[object, int] = {}  # object -> this client's leases that have it
+        self.leased_pages = 0  # of those objects, each counted once
+
+    @property
+    def idle(self) -> bool:
+        """Whether it can be forgotten without losing account of anything."""
+        return not (self.num_leases or self.num_reservations or self.held_pages)
+
+
+class Clients:
+    """The clients of a node, by when they last spoke; at most `CLIENTS_MAX`."""
+
+    def __init__(self, page_count: int) -> None:
+        self._clients: OrderedDict[ClientId, Client] = OrderedDict()
+        self.leased_pages_max = int(page_count * limits.LEASED_SHARE_MAX)
+        self.reserved_pages_max = int(page_count * limits.RESERVED_AND_HELD_SHARE_MAX)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(self._clients.values())
+
+    def spoke(self, client: ClientId, now_s: float) -> Client:
+        """The record of a client that makes a request now.
+
+        Raises:
+            Overloaded: too many clients hold something.
+        """
+        record = self._clients.get(client)
+        if record is None:
+            self._make_room()
+            record = self._clients[client] = Client(client)
+        record.seen_s = now_s
+        self._clients.move_to_end(client)
+        return record
+
+    def others_active(self, client: Client, now_s: float) -> bool:
+        """Whether anybody else spoke lately. `client` is the one that spoke last."""
+        latest = reversed(self._clients.values())
+        assert next(latest) is client, "the caller must have spoken last"
+        other = next(latest, None)
+        return other is not None and other.seen_s > now_s - limits.CLIENT_ACTIVE_S
+
+    def _make_room(self) -> None:
+        if len(self._clients) < limits.CLIENTS_MAX:
+            return
+        idle = next((record.id for record in self._clients.values() if record.idle), None)
+        if idle is None:
+            raise Overloaded(
+                f"{limits.CLIENTS_MAX} clients hold leases or reservations on this node, more are not served: "
+                "try again when some have ended (120 s at most), or add nodes"
+            )
+        del self._clients[idle]
+
+
+def within_share(
+    client_pages: int, all_pages: int, share_pages: int, floor_pages: int, *, alone: bool
+) -> bool:
+    """Whether a client may hold `client_pages` when all hold `all_pages`, both counted with what it asks for."""
+    if client_pages <= floor_pages:
+        return True
+    client_max = share_pages if alone else int(share_pages * limits.CLIENT_SHARE_WITH_OTHERS)
+    return client_pages <= client_max and all_pages <= share_pages

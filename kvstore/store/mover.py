@@ -1,0 +1,67 @@
+"""The mover: work on payload bytes, in a bounded pool of threads beside the control loop.
+
+A copy is pinned while a thread reads it, so its pages are neither evicted nor reused. The state changes
+on the control loop only, before and after.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from xxhash import xxh3_64
+
+from kvstore.core import Extents, Span, limits, locate
+from kvstore.store.reading import Check
+from kvstore.store.store import Store
+from kvstore.tiers import Arena
+from kvstore.wire import ClientId, Suspect
+
+
+class Mover:
+    """Verifies copies."""
+
+    def __init__(self, store: Store, arena: Arena, threads: int = 2) -> None:
+        self._store = store
+        self._arena = arena
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="mover")
+        self._pending = 0
+
+    async def suspect(self, client: ClientId, request: Suspect) -> bool:
+        """Verifies a leased copy that a reader doubts; True when it was bad, and it is dropped then.
+
+        False also when this lease has no such copy, and when `SUSPECTS_MAX` are being verified.
+
+        Raises:
+            Overloaded
+        """
+        if self._pending >= limits.SUSPECTS_MAX:
+            return False
+        check = self._store.check(client, request)
+        if check is None:
+            return False
+        self._pending += 1
+        work = asyncio.get_running_loop().run_in_executor(self._pool, self._is_sound, check)
+        work.add_done_callback(lambda done: self._settle(check, sound=done.result()))
+        return not await asyncio.shield(work)
+
+    def close(self) -> None:
+        """Waits for what is being verified; nothing reads the arena afterwards."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _settle(self, check: Check, *, sound: bool) -> None:
+        self._pending -= 1
+        self._store.settle(check, sound=sound)
+
+    def _is_sound(self, check: Check) -> bool:
+        return check.table == b"".join(
+            self._digest(check.extents, Span(offset, size)) for _, offset, size in check.runs
+        )
+
+    def _digest(self, extents: Extents, run: Span) -> bytes:
+        digest = xxh3_64()
+        for piece in self._pieces(extents, run):
+            digest.update(piece)
+        return digest.digest()
+
+    def _pieces(self, extents: Extents, run: Span) -> Iterator[memoryview]:
+        return (self._arena.view(*piece) for piece in locate(extents, self._arena.page_bytes, (run,)))

@@ -1,0 +1,341 @@
+"""The store: the only room that changes state.
+
+Synchronous and single-threaded: every call is made on the control loop, takes microseconds per key, does
+no I/O, hashes nothing and waits for nothing. Time is the `clock` it is given, so tests run in virtual time.
+
+A key's life here:
+
+    Reserve            Commit                     Acquire ... Release / lease over
+  ----------> FILLING ---------> READY (listed) ------------------> READY, evictable
+                 |                  |  Drop, Suspect (bad), eviction
+       Abort, reservation over      v
+                 |               unlisted: not to be had any more; its pages go
+                 v               when no lease and no verification has it
+        pages free (quiet)
+        or held, then free
+
+What has a duration (reservations, leases, held pages) is ended by `tick`, in bounded slices; until then
+it is treated as ended wherever it is met. To end something late is always safe.
+
+Why a key is not there is remembered for the keys lost last, to tell a reader `evicted`, `expired` or
+`bad_copy` from `never_stored`.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from kvstore.core import BadRequest, Key, MissReason, Namespace, State, Tier, limits
+from kvstore.policy import Policy
+from kvstore.store.clients import Clients
+from kvstore.store.leases import Leases
+from kvstore.store.listing import Listing, Recent
+from kvstore.store.namespaces import Namespaces
+from kvstore.store.reading import Check, Reading
+from kvstore.store.snapshot import ObjectView, Snapshot, TierUse
+from kvstore.store.writing import Writing
+from kvstore.wire import (
+    Acquire,
+    AcquireAnswer,
+    ClientId,
+    CommitAnswer,
+    CommitItem,
+    Drop,
+    Generation,
+    Pages,
+    Prefetch,
+    Release,
+    Renew,
+    Report,
+    ReserveAnswer,
+    ReserveItem,
+    Suspect,
+)
+
+
+class Store:
+    """Objects of one node: who may fill them, who may read them, which go."""
+
+    def __init__(
+        self,
+        page_count: int,
+        page_bytes: int,
+        policy: Policy,
+        clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        """An empty store. It counts pages and never touches their bytes, so it needs no arena.
+
+        Args:
+            page_count: pages of the arena.
+            page_bytes: bytes of a page.
+            policy: what to evict; knows nothing yet.
+            clock: seconds, never going back.
+            random_bytes: that many bytes, for generations.
+        """
+        self.page_bytes = page_bytes
+        self._clock = clock
+        self._namespaces = Namespaces(page_count, page_bytes)
+        self._clients = Clients(page_count)
+        self._listing = Listing(page_count, policy)
+        self._leases = Leases(self._clients, self._listing.dram.unpinned)
+        self._writing = Writing(self._listing, self._clients, self._leases, random_bytes)
+        self._reading = Reading(self._listing, self._clients, self._leases)
+        self._reported: Recent[tuple[ClientId, str], None] = Recent(limits.REPORTS_REMEMBERED_MAX)
+
+    # --- writers ------------------------------------------------------------------------------------
+
+    def open_namespace(self, namespace: Namespace, manifest_bytes: bytes) -> str:
+        """Makes a namespace known to this boot. Returns one line of advice when the arena is too small for it.
+
+        Raises:
+            BadRequest: the manifest cannot be read, or hashes to another digest.
+            Overloaded: too many namespaces hold objects.
+        """
+        return self._namespaces.open(namespace, manifest_bytes)
+
+    def reserve(
+        self, client: ClientId, namespace: Namespace, items: Sequence[ReserveItem], duration_s: float
+    ) -> tuple[ReserveAnswer, ...]:
+        """Asks for the right to fill copies; answers in the order asked, never waits.
+
+        Granted again (the same) while the same client's reservation lives. Busy: another writer has it.
+        Exists: an Acquire by this client would be promised now. Refused: no room, or over a share.
+
+        Raises:
+            BadRequest: a size that no object of the namespace has; nothing was reserved.
+            NamespaceUnknown, Overloaded
+        """
+        opened = self._namespaces.get(namespace)
+        now_s = self._clock()
+        record = self._clients.spoke(client, now_s)
+        return self._writing.reserve(record, opened, items, now_s, _duration(duration_s))
+
+    def commit(
+        self, client: ClientId, namespace: Namespace, items: Sequence[CommitItem]
+    ) -> tuple[CommitAnswer, ...]:
+        """Publishes objects: the first commit of a key wins, a repeated one is answered alike.
+
+        Stale: the reservation is not this client's, or not any more; nothing became visible.
+
+        Raises:
+            BadRequest: a table of the wrong length; nothing was committed.
+            NamespaceUnknown, Overloaded
+        """
+        opened = self._namespaces.get(namespace)
+        now_s = self._clock()
+        return self._writing.commit(self._clients.spoke(client, now_s), opened, items, now_s)
+
+    def abort(
+        self,
+        client: ClientId,
+        namespace: Namespace,
+        items: Sequence[tuple[Key, Generation]],
+        quiet: bool,
+    ) -> None:
+        """Gives reservations back: `quiet`, and their pages are free at once; else held for `HOLD_S`.
+
+        Raises:
+            NamespaceUnknown, Overloaded
+        """
+        opened = self._namespaces.get(namespace)
+        now_s = self._clock()
+        self._writing.abort(self._clients.spoke(client, now_s), opened, items, now_s, quiet=quiet)
+
+    # --- readers ------------------------------------------------------------------------------------
+
+    def acquire(self, client: ClientId, request: Acquire) -> tuple[AcquireAnswer, ...]:
+        """Leases the copies of a chain's keys. Never parks: `wait_s` is the caller's business, see `watch`.
+
+        A lease that exists is added to and prolonged. With `prefix` the answers end with the first key
+        that is not promised.
+
+        Raises:
+            NamespaceUnknown, Overloaded
+        """
+        opened = self._namespaces.get(request.namespace)
+        _duration(request.duration_s)
+        now_s = self._clock()
+        return self._reading.acquire(self._clients.spoke(client, now_s), opened, request, now_s)
+
+    def pages(self, client: ClientId, request: Pages) -> tuple[AcquireAnswer, ...]:
+        """Where the leased copies are now; Miss(expired) for what this lease does not have (any more).
+
+        Raises:
+            Overloaded
+        """
+        now_s = self._clock()
+        return self._reading.pages(self._clients.spoke(client, now_s), request, now_s)
+
+    def renew(self, client: ClientId, request: Renew) -> float:
+        """Prolongs a lease; seconds left, 0 when it is not known (any more).
+
+        Raises:
+            Overloaded
+        """
+        now_s = self._clock()
+        duration_s = _duration(request.duration_s)
+        return self._reading.renew(self._clients.spoke(client, now_s), request.lease, now_s, duration_s)
+
+    def release(self, client: ClientId, request: Release) -> None:
+        """Ends a lease for these keys, or for all. `cold`: first to be evicted unless others use them.
+
+        Raises:
+            Overloaded
+        """
+        now_s = self._clock()
+        self._reading.release(self._clients.spoke(client, now_s), request, now_s)
+
+    def prefetch(self, client: ClientId, request: Prefetch) -> None:
+        """A hint: these keys are not the next to be evicted.
+
+        Raises:
+            NamespaceUnknown, Overloaded
+        """
+        opened = self._namespaces.get(request.namespace)
+        self._clients.spoke(client, self._clock())
+        self._reading.prefetch(opened, request)
+
+    def watch(
+        self, namespace: Namespace, keys: Sequence[Key], callback: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Calls back once when one of the keys is committed, aborted, expired or refused.
+
+        Returns what cancels that; calling it afterwards does no harm. When too many keys are watched
+        nothing is: the caller's own deadline ends its wait.
+
+        Raises:
+            NamespaceUnknown
+        """
+        self._namespaces.get(namespace)
+        return self._listing.watches.add(keys, callback)
+
+    def check(self, client: ClientId, request: Suspect) -> Check | None:
+        """Pins a leased copy that a reader doubts; the mover verifies it and calls `settle`."""
+        now_s = self._clock()
+        return self._reading.check(self._clients.spoke(client, now_s), request, now_s)
+
+    def settle(self, check: Check, *, sound: bool) -> None:
+        """The verdict on a copy. One that is not sound is not to be had any more."""
+        self._reading.settle(check, sound=sound)
+
+    # --- administration -----------------------------------------------------------------------------
+
+    def report(self, client: ClientId, request: Report) -> None:
+        """Counts tokens, once for each engine request.
+
+        Raises:
+            BadRequest: numbers that cannot be.
+        """
+        totals = self._listing.totals
+        for item in request.items:
+            if not 0 <= item.pulled_tokens <= item.queried_tokens or item.promised_tokens < 0:
+                raise BadRequest(
+                    f"request {item.request!r} reports {item.pulled_tokens} tokens pulled of {item.queried_tokens}"
+                )
+            if (client, item.request) in self._reported:
+                continue
+            self._reported.set((client, item.request), None)
+            totals.reports += 1
+            totals.queried_tokens += item.queried_tokens
+            totals.promised_tokens += item.promised_tokens
+            totals.hit_tokens += item.pulled_tokens
+            missed_tokens = item.queried_tokens - item.pulled_tokens
+            if item.reason is not None and missed_tokens:
+                totals.missed_tokens[item.reason] = totals.missed_tokens.get(item.reason, 0) + missed_tokens
+
+    def drop(self, client: ClientId, request: Drop) -> None:
+        """Forgets stored objects; a leased copy goes when its lease ends. What is being filled is left alone.
+
+        Raises:
+            NamespaceUnknown, Overloaded
+        """
+        opened = self._namespaces.get(request.namespace)
+        self._clients.spoke(client, self._clock())
+        for key in request.keys:
+            listed = self._listing.find(opened.id, key)
+            if listed is not None and listed.reservation is None:
+                self._listing.totals.dropped += 1
+                self._listing.retire(listed, MissReason.EVICTED)
+
+    def tick(self) -> None:
+        """Ends what is over and keeps some pages free, in slices. To be called a few times a second."""
+        now_s = self._clock()
+        self._writing.expire(now_s)
+        self._reading.expire(now_s)
+        self._listing.dram.tick(now_s)
+
+    # --- what it tells ------------------------------------------------------------------------------
+
+    @property
+    def on_dirty(self) -> Callable[[Key], None]:
+        """Called with a key whose state the index may not know; may look at the store."""
+        return self._listing.on_dirty
+
+    @on_dirty.setter
+    def on_dirty(self, callback: Callable[[Key], None]) -> None:
+        self._listing.on_dirty = callback
+
+    def tier_of(self, key: Key) -> Tier | None:
+        """Where a key may be had, None when it may not."""
+        return Tier.DRAM if self._listing.state_of(key) is State.READY else None
+
+    def keys(self) -> Iterator[Key]:
+        """The keys that may be had now; the store may change while they are gone through."""
+        return (key for key in list(self._listing.objects) if self.tier_of(key) is not None)
+
+    def objects(self, limit: int, cursor: int = 0) -> tuple[tuple[ObjectView, ...], int | None]:
+        """A page of the listed objects, and the next page's cursor; what changes between pages may be missed."""
+        listed = list(islice(self._listing.objects.values(), cursor, cursor + limit + 1))
+        views = tuple(
+            ObjectView(
+                key=shown.key.hex(),
+                namespace=shown.namespace.id.hex(),
+                depth=shown.depth,
+                size_bytes=shown.size_bytes,
+                tiers={tier: copy.state.value for tier, copy in shown.copies.items()},
+                leases=shown.leases,
+                cold=shown.cold,
+            )
+            for shown in listed[:limit]
+        )
+        return views, cursor + limit if len(listed) > limit else None
+
+    def snapshot(self) -> Snapshot:
+        """What it holds and has counted; for any thread."""
+        dram = self._listing.dram
+        use = TierUse(
+            objects=dram.ready_objects,
+            object_bytes=dram.ready_bytes,
+            page_bytes=self.page_bytes,
+            pages=dram.page_count,
+            free_pages=dram.free_pages,
+            held_pages=dram.held_pages,
+            reserved_pages=dram.reserved_pages,
+            leased_pages=self._leases.leased_pages,
+        )
+        return Snapshot(
+            tiers={Tier.DRAM: use},
+            totals=self._listing.totals.copy(),
+            namespaces=len(self._namespaces),
+            clients=len(self._clients),
+            leases=len(self._leases),
+            reservations=len(self._writing),
+            watched_keys=len(self._listing.watches),
+        )
+
+    def audit(self) -> None:
+        """Asserts that the books agree: pages, copies, leases, reservations, clients. Slow: it looks at all."""
+        self._listing.audit()
+        self._leases.audit()
+        self._writing.audit()
+
+    def __repr__(self) -> str:
+        dram = self._listing.dram
+        return f"<Store {dram.ready_objects} objects, {dram.free_pages}/{dram.page_count} pages free>"
+
+
+def _duration(duration_s: float) -> float:
+    if not duration_s > 0:  # NaN is not, either
+        raise BadRequest(f"a duration is a positive number of seconds, not {duration_s}")
+    return duration_s

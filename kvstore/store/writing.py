@@ -1,0 +1,228 @@
+"""Writers: reserve, commit, abort, and the end of reservations."""
+
+from collections.abc import Callable, Sequence
+
+from kvstore.core import BadRequest, Event, Key, MissReason, State, Tier, limits
+from kvstore.store.clients import Client, Clients, within_share
+from kvstore.store.deadlines import Deadlines
+from kvstore.store.leases import Leases
+from kvstore.store.listing import Listing
+from kvstore.store.namespaces import OpenNamespace
+from kvstore.store.objects import Object, Reservation
+from kvstore.wire import (
+    Busy,
+    CommitAnswer,
+    CommitItem,
+    Committed,
+    Exists,
+    Generation,
+    Granted,
+    Refused,
+    ReserveAnswer,
+    ReserveItem,
+    Stale,
+)
+
+
+class Writing:
+    """Reservations, and what becomes of them."""
+
+    def __init__(
+        self, listing: Listing, clients: Clients, leases: Leases, random_bytes: Callable[[int], bytes]
+    ) -> None:
+        self._listing = listing
+        self._clients = clients
+        self._leases = leases
+        self._random_bytes = random_bytes
+        self._deadlines: Deadlines[Reservation] = Deadlines()
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def reserve(
+        self,
+        client: Client,
+        namespace: OpenNamespace,
+        items: Sequence[ReserveItem],
+        now_s: float,
+        duration_s: float,
+    ) -> tuple[ReserveAnswer, ...]:
+        """Grants what there is room for. See `Store.reserve`."""
+        for item in items:
+            namespace.pages_of(item.size_bytes)  # before anything has changed
+            if item.depth < 0:
+                raise BadRequest(f"a chunk's depth counts from 0, it cannot be {item.depth}")
+        alone = not self._clients.others_active(client, now_s)
+        end_s = now_s + min(duration_s, limits.RESERVATION_S_MAX)
+        return tuple(self._reserve(client, namespace, item, now_s, end_s, alone=alone) for item in items)
+
+    def _reserve(
+        self,
+        client: Client,
+        namespace: OpenNamespace,
+        item: ReserveItem,
+        now_s: float,
+        end_s: float,
+        *,
+        alone: bool,
+    ) -> ReserveAnswer:
+        listed = self._listing.find(namespace.id, item.key)
+        if listed is not None and listed.reservation is not None and listed.reservation.deadline_s <= now_s:
+            self._expire(listed.reservation, now_s)
+            listed = None
+        if listed is None:
+            return self._grant(client, namespace, item, now_s, end_s, alone=alone)
+        if listed.reservation is not None:
+            return self._repeat(client, item, listed.reservation, end_s)
+        return self._exists(client, namespace, listed, alone=alone)
+
+    def _grant(
+        self,
+        client: Client,
+        namespace: OpenNamespace,
+        item: ReserveItem,
+        now_s: float,
+        end_s: float,
+        *,
+        alone: bool,
+    ) -> ReserveAnswer:
+        dram = self._listing.dram
+        pages = namespace.pages_of(item.size_bytes)
+        client_pages = client.reserved_pages + client.held_pages + pages
+        all_pages = dram.reserved_pages + dram.held_pages + pages
+        share_pages = self._clients.reserved_pages_max
+        filling = Object(item.key, item.parent, item.depth, namespace, item.size_bytes)
+        filling.cold = item.cold
+        filling.writer = client.id
+        filling.generation = Generation(self._random_bytes(limits.GENERATION_BYTES))
+        filling.reservation = Reservation(client, now_s, end_s, filling)
+        room = within_share(client_pages, all_pages, share_pages, namespace.floor_pages, alone=alone)
+        if not room or not self._listing.add(filling, pages):
+            self._listing.totals.refused += 1
+            self._listing.watches.fire(item.key)
+            return Refused(MissReason.NO_ROOM)
+        client.num_reservations += 1
+        client.reserved_pages += pages
+        self._deadlines.add(filling.reservation)
+        self._listing.totals.granted += 1
+        return Granted(filling.generation, filling.copies[Tier.DRAM].extents)
+
+    def _repeat(
+        self, client: Client, item: ReserveItem, reservation: Reservation, end_s: float
+    ) -> ReserveAnswer:
+        """The same client gets the same grant again; the client counts from its last sending, so do we."""
+        filling = reservation.object
+        if reservation.client is not client or filling.size_bytes != item.size_bytes:
+            self._listing.totals.busy += 1
+            return Busy()
+        latest_s = reservation.started_s + limits.RESERVATION_S_MAX
+        reservation.deadline_s = max(reservation.deadline_s, min(end_s, latest_s))
+        return Granted(filling.generation, filling.copies[Tier.DRAM].extents)
+
+    def _exists(
+        self, client: Client, namespace: OpenNamespace, ready: Object, *, alone: bool
+    ) -> ReserveAnswer:
+        """Exists is said only when an Acquire by this client would be promised now."""
+        ready.used_by(client.id)
+        if not ready.pinned:
+            self._listing.dram.touch(ready)
+        if not self._leases.may_take(client, ready, namespace.floor_pages, alone=alone):
+            self._listing.totals.refused += 1
+            return Refused(MissReason.LEASE_LIMIT)
+        self._listing.totals.exists += 1
+        return Exists()
+
+    def commit(
+        self, client: Client, namespace: OpenNamespace, items: Sequence[CommitItem], now_s: float
+    ) -> tuple[CommitAnswer, ...]:
+        """Publishes what the client has filled. See `Store.commit`."""
+        for item in items:
+            if len(item.table) != namespace.table_bytes:
+                raise BadRequest(
+                    f"a table of this namespace has {namespace.table_bytes} bytes "
+                    f"({limits.CHECKSUM_BYTES} for each run), not {len(item.table)}"
+                )
+        return tuple(self._commit(client, namespace, item, now_s) for item in items)
+
+    def _commit(
+        self, client: Client, namespace: OpenNamespace, item: CommitItem, now_s: float
+    ) -> CommitAnswer:
+        listed = self._listing.find(namespace.id, item.key)
+        if listed is None or listed.generation != item.generation:
+            return self._stale()
+        reservation = listed.reservation
+        if reservation is None:  # a repeated commit: it is ready, by this very reservation
+            assert listed.copies[Tier.DRAM].state is State.READY, "what is listed is filling or ready"
+            return Committed()
+        if reservation.client is not client:
+            return self._stale()
+        if reservation.deadline_s <= now_s:
+            self._expire(reservation, now_s)
+            return self._stale()
+        self._end(reservation)
+        self._listing.totals.committed += 1
+        self._listing.publish(listed, item.table)
+        return Committed()
+
+    def _stale(self) -> CommitAnswer:
+        self._listing.totals.stale += 1
+        return Stale()
+
+    def abort(
+        self,
+        client: Client,
+        namespace: OpenNamespace,
+        items: Sequence[tuple[Key, Generation]],
+        now_s: float,
+        *,
+        quiet: bool,
+    ) -> None:
+        """Gives reservations back. See `Store.abort`."""
+        for key, generation in items:
+            listed = self._listing.find(namespace.id, key)
+            if listed is None or listed.generation != generation or listed.reservation is None:
+                continue
+            if listed.reservation.client is not client:
+                continue
+            self._end(listed.reservation)
+            self._listing.totals.aborted += 1
+            if quiet:
+                self._listing.give_up(listed, Event.ABORT)
+            else:
+                self._listing.give_up_held(listed, Event.ABORT, client, now_s + limits.HOLD_S)
+
+    def expire(self, now_s: float) -> None:
+        """Ends reservations that are over, a slice at a time."""
+        for _ in range(limits.EXPIRIES_PER_TICK_MAX):
+            reservation = self._deadlines.due(now_s)
+            if reservation is None:
+                return
+            self._expire(reservation, now_s)
+
+    def _expire(self, reservation: Reservation, now_s: float) -> None:
+        """The writer may still be writing: its pages are held."""
+        self._end(reservation)
+        self._listing.totals.expired_reservations += 1
+        filling = reservation.object
+        self._listing.lost.set(filling.key, MissReason.EXPIRED)
+        self._listing.give_up_held(filling, Event.EXPIRE, reservation.client, now_s + limits.HOLD_S)
+
+    def _end(self, reservation: Reservation) -> None:
+        self._deadlines.discard(reservation)
+        reservation.object.reservation = None
+        reservation.client.num_reservations -= 1
+        reservation.client.reserved_pages -= reservation.object.pages
+
+    def audit(self) -> None:
+        """Asserts that clients agree with the reservations there are."""
+        reservations = [
+            listed.reservation for listed in self._listing.objects.values() if listed.reservation is not None
+        ]
+        assert len(reservations) == len(self._deadlines), "a reservation has no deadline"
+        for client in self._clients:
+            own = [reservation for reservation in reservations if reservation.client is client]
+            pages = sum(reservation.object.pages for reservation in own)
+            assert len(own) == client.num_reservations, "a client's reservations are miscounted"
+            assert pages == client.reserved_pages, "a client's reserved pages are miscounted"
+        held_pages = sum(client.held_pages for client in self._clients)
+        assert held_pages == self._listing.dram.held_pages, "held pages belong to nobody"
