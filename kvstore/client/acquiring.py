@@ -1,0 +1,118 @@
+"""One Acquire over several nodes, as plain state: who is asked for what next, and what came of it.
+
+::
+
+    keys:     0  1  2  3  4  5  6  7
+    round 1:  A  A  A  A  B  B  -  -      one Acquire per node, in parallel
+    answers:  ok ok ok no ok ok           A had lost key 3 (and with it, by policy, all after it)
+    round 2:           C                  another holder of key 3, if there is one
+    promise:  0 .. 5                      cut at the first key without a lease; the surplus is given back
+"""
+
+from collections.abc import Sequence
+from secrets import token_bytes
+
+from kvstore.client.address import NodeAddress
+from kvstore.client.peers import Peer
+from kvstore.client.plan import assign, grouped
+from kvstore.client.promise import Copy
+from kvstore.core import Key, MissReason, Namespace, limits
+from kvstore.wire import Acquire, AcquireAnswer, LeaseId, Miss, OnDisk, Release, Resident
+
+
+def new_lease() -> LeaseId:
+    """A fresh lease id."""
+    return LeaseId(token_bytes(limits.LEASE_ID_BYTES))
+
+
+class Attempt:
+    """The state of one Acquire.
+
+    Args:
+        namespace: of the keys.
+        keys: the chain.
+        duration_s: of the leases.
+        holders: for each key the nodes that may hold it, in order of preference.
+        favourites: nodes that are used wherever they may hold a key.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        keys: Sequence[Key],
+        duration_s: float,
+        holders: Sequence[Sequence[Peer]],
+        favourites: Sequence[Peer],
+    ) -> None:
+        self.namespace = namespace
+        self.leases: dict[Peer, LeaseId] = {}
+        self._keys = keys
+        self._duration_s = duration_s
+        self._holders = [[p for p in peers if p.breaker.closed] or list(peers) for peers in holders]
+        self._favourites = favourites
+        self._copies: list[Copy | None] = [None] * len(keys)
+        self._reasons: dict[int, MissReason] = {}
+
+    def next_round(self) -> dict[Peer, list[int]]:
+        """Whom to ask for which keys (indices); empty when nobody could add to the prefix."""
+        missing = [index for index, copy in enumerate(self._copies) if copy is None]
+        owners = assign([self._holders[index] for index in missing], self._favourites.__contains__)
+        groups = grouped(owners)
+        for peer in groups:
+            self.leases.setdefault(peer, new_lease())
+        return {peer: [missing[position] for position in positions] for peer, positions in groups.items()}
+
+    def request(self, peer: Peer, asked: Sequence[int], wait_s: float) -> Acquire:
+        """What asks a node for these keys."""
+        keys = tuple(self._keys[index] for index in asked)
+        return Acquire(self.namespace, keys, self.leases[peer], self._duration_s, wait_s)
+
+    def answered(
+        self, peer: Peer, asked: Sequence[int], address: NodeAddress, answers: Sequence[AcquireAnswer]
+    ) -> None:
+        """Takes note of a node's answers, which end with the first key that it did not promise."""
+        for index, answer in zip(asked, answers, strict=False):
+            if isinstance(answer, Resident | OnDisk):
+                self._copies[index] = Copy(self._keys[index], address, self.leases[peer], answer)
+            else:
+                reason = answer.reason if isinstance(answer, Miss) else MissReason.FILLING
+                self._give_up(peer, index, reason)
+                return
+        if len(answers) < len(asked):
+            self._give_up(peer, asked[len(answers)], MissReason.NEVER_STORED)
+
+    def failed(self, peer: Peer, reason: MissReason) -> None:
+        """A node did not answer: it is not asked again."""
+        for index, copy in enumerate(self._copies):
+            if copy is None and peer in self._holders[index]:
+                self._give_up(peer, index, reason)
+                return
+
+    def outcome(self) -> tuple[tuple[Copy, ...], MissReason | None]:
+        """The promised prefix and why it ends there."""
+        length = next((index for index, copy in enumerate(self._copies) if copy is None), len(self._keys))
+        copies = tuple(copy for copy in self._copies[:length] if copy is not None)
+        if length == len(self._keys):
+            return copies, None
+        return copies, self._reasons.get(length, MissReason.NEVER_STORED)
+
+    def surplus(self, kept: Sequence[Copy]) -> list[tuple[Peer, Release]]:
+        """What gives back every lease, or part of one, that `kept` does not need."""
+        needed = {copy.lease for copy in kept}
+        releases = []
+        for peer, lease in self.leases.items():
+            held = [
+                copy.key for copy in self._copies[len(kept) :] if copy is not None and copy.lease == lease
+            ]
+            if lease not in needed:
+                releases.append((peer, Release(lease)))
+            elif held:
+                releases.append((peer, Release(lease, tuple(held))))
+        return releases
+
+    def _give_up(self, peer: Peer, index: int, reason: MissReason) -> None:
+        """A node that lacks a key is not asked for that key or later ones: chunks go children first."""
+        self._reasons.setdefault(index, reason)
+        for peers in self._holders[index:]:
+            if peer in peers:
+                peers.remove(peer)

@@ -1,0 +1,118 @@
+"""What the client knows about where keys are: the index, behind a breaker, and the nodes it last hit.
+
+The index may be unknown (no node has told it yet), down or slow; then readers ask the nodes directly.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvstore.client.breaker import Breaker
+from kvstore.client.peers import Peer, Peers
+from kvstore.core import BadConfiguration, IndexDown, Key
+from kvstore.index import Index, Location, Membership, RedisIndex
+
+log = logging.getLogger(__name__)
+
+
+class Directory:
+    """Finds the nodes that say they hold a key.
+
+    Args:
+        peers: is told which nodes are alive, and tells what the preferred node says of the index.
+        breaker: for the index; probed by `refresh`.
+        index: an index that is already there; None: one is connected as soon as its URL is known.
+        index_url: of Redis; empty: what the preferred node says.
+        timeout_s: of one question to Redis.
+        hits_max: how many nodes are remembered as recently useful.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        breaker: Breaker,
+        *,
+        index: Index | None,
+        index_url: str,
+        timeout_s: float,
+        hits_max: int,
+    ) -> None:
+        self.breaker = breaker
+        self._peers = peers
+        self._index = index
+        self._owned = index is None
+        self._index_url = index_url
+        self._connected_url = ""
+        self._timeout_s = timeout_s
+        self._hits_max = hits_max
+        self._hits: OrderedDict[str, None] = OrderedDict()
+        self._membership = None if index is None else Membership(index)
+
+    @property
+    def has_index(self) -> bool:
+        """Whether there is an index that could be asked, up or down."""
+        return self._index is not None
+
+    async def refresh(self) -> None:
+        """Connects when the index becomes known, and asks it which nodes are alive. Never raises IndexDown."""
+        if self._owned:
+            await self._follow_url()
+        if self._membership is None or not (self.breaker.closed or self.breaker.begin_probe()):
+            return
+        try:
+            await self._membership.refresh()
+        except IndexDown:
+            self.breaker.failure()
+        else:
+            self.breaker.success()
+        self._peers.members(self._membership.alive())
+
+    async def locate(self, keys: Sequence[Key]) -> list[tuple[Location, ...]] | None:
+        """Alive holders of the keys of a chain, up to the first key without one; None: the index is not there."""
+        if self._index is None or self._membership is None or not self.breaker.closed:
+            return None
+        try:
+            found = await self._index.lookup(keys)
+        except IndexDown:
+            self.breaker.failure()
+            return None
+        self.breaker.success()
+        located: list[tuple[Location, ...]] = []
+        for locations in found:
+            alive = tuple(one for one in locations if self._peers.named(one.node) is not None)
+            if not alive:
+                break
+            located.append(alive)
+        return located
+
+    def hit(self, peer: Peer) -> None:
+        """Remembers a node that has just been useful."""
+        if peer is not self._peers.local:
+            self._hits[peer.control.control] = None
+            self._hits.move_to_end(peer.control.control)
+            while len(self._hits) > self._hits_max:
+                self._hits.popitem(last=False)
+
+    def fallback(self) -> list[Peer]:
+        """Whom to ask without an index: the preferred node, and those that were useful lately."""
+        return [self._peers.local, *(self._peers.at(control) for control in reversed(self._hits))]
+
+    async def close(self) -> None:
+        """Gives the index back, if it was connected here."""
+        if self._owned and self._index is not None:
+            await self._index.close()
+
+    async def _follow_url(self) -> None:
+        welcome = self._peers.local.control.welcome
+        url = self._index_url or ("" if welcome is None else welcome.index_url)
+        if not url or url == self._connected_url:
+            return
+        self._connected_url = url
+        if self._index is not None:
+            await self._index.close()
+        try:
+            self._index = RedisIndex.connect(url, timeout_s=self._timeout_s)
+            self._membership = Membership(self._index)
+        except BadConfiguration as error:
+            self._index = self._membership = None
+            log.warning("working without an index, with the node %s alone: %s", self._peers.local, error)

@@ -1,0 +1,284 @@
+"""A blocking facade for tools, benchmarks and first steps: put and get objects without knowing the protocol.
+
+The async client runs on a thread of its own; bytes move in the caller's thread. Arrays in memory that was
+given to `register` move without a copy on this side, others through staging.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client.address import NodeAddress
+from kvstore.client.client import Client
+from kvstore.client.config import ClientConfig
+from kvstore.client.loop_thread import LoopThread
+from kvstore.client.mover import Mover, PullItem, PushItem, PushResult
+from kvstore.client.promise import Copy, Grant, Promise
+from kvstore.client.staging import Staging
+from kvstore.core import Extent, Extents, Geometry, Key, Manifest, Namespace, PeerLost, limits
+from kvstore.index import Index
+from kvstore.transfer import MooncakeTransfer, Transfer
+from kvstore.wire import Committed, Exists, OnDisk, ReserveItem, Resident, WireExtents
+
+Array = NDArray[Any]
+STAGING_BYTES = 64 * limits.MIB
+
+
+class Put(NamedTuple):
+    """One object to be stored. `parent` is the key before it in its chain, None for the first."""
+
+    key: Key
+    array: Array
+    parent: Key | None = None
+    depth: int = 0
+    cold: bool = False
+
+
+class KVStore:
+    """Puts and gets objects; every call blocks for at most `timeout_s` plus the client's own time-outs.
+
+    Args:
+        node: control endpoint of a node, "host:port".
+        token: the fleet's shared secret, where the node asks for one.
+        index_url: Redis; empty: what the node says.
+        timeout_s: for moving the bytes of one call.
+        transfer: how bytes move; None: Mooncake over TCP. A given one stays the caller's.
+        index: an index to use instead of Redis; it stays the caller's.
+        staging_bytes: memory for arrays that are not registered; the largest object must fit.
+
+    Raises:
+        PeerLost: on entering, no node answers there.
+    """
+
+    def __init__(
+        self,
+        node: str = "127.0.0.1:7400",
+        *,
+        token: bytes = b"",
+        index_url: str = "",
+        timeout_s: float = 30.0,
+        transfer: Transfer | None = None,
+        index: Index | None = None,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self._node = node
+        self._timeout_s = timeout_s
+        self._given_transfer = transfer
+        self._staging_bytes = staging_bytes
+        self._geometries: dict[Namespace, Geometry] = {}
+        self._registered: dict[int, Array] = {}
+        self._client = Client(ClientConfig(node=node, index_url=index_url, token=token), index=index)
+
+    def __enter__(self) -> Self:
+        self._loop = LoopThread("kvstore-client")
+        try:
+            self._loop.run(self._client.start())
+            if self._client.welcome is None:
+                raise PeerLost(
+                    f"no node answers at {self._node}: start one with `kvstore serve`, or name another"
+                )
+            self._transfer = self._given_transfer or MooncakeTransfer(_host_towards(self._node))
+            self._staging = Staging(self._transfer, self._staging_bytes)
+            self._mover = Mover(self._transfer, self._staging)
+        except BaseException:
+            self._loop.run(self._client.close())
+            self._loop.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mover.settled(self._timeout_s)
+        for address in list(self._registered):
+            self._transfer.unregister(address)
+        self._registered.clear()
+        self._staging.close()
+        if self._given_transfer is None:
+            self._transfer.close()
+        self._loop.run(self._client.close())
+        self._loop.stop()
+
+    def open(self, manifest: Manifest) -> Namespace:
+        """Opens the namespace of objects of this shape.
+
+        Raises:
+            BadRequest, NotAuthorised: the node refuses it.
+        """
+        namespace = self._loop.run(self._client.open(manifest))
+        self._geometries[namespace] = manifest.geometry
+        return namespace
+
+    def register(self, array: Array) -> None:
+        """Lets bytes move straight from and to this contiguous array, and to slices of it, from now on."""
+        assert array.flags.c_contiguous, "only contiguous memory can be registered"
+        self._transfer.register(array.ctypes.data, array.nbytes)
+        self._registered[array.ctypes.data] = array
+
+    def put(
+        self, namespace: Namespace, key: Key, array: Array, *, parent: Key | None = None, depth: int = 0
+    ) -> bool:
+        """Stores one object. True: it can be had now, by whomever it was written."""
+        return self.put_many(namespace, [Put(key, array, parent, depth)])[0]
+
+    def put_many(self, namespace: Namespace, puts: Sequence[Put]) -> list[bool]:
+        """Stores objects; for each, whether it can be had now. False: no room, or another writer is at it."""
+        root = Key(namespace)
+        items = [
+            ReserveItem(put.key, put.parent or root, put.depth, put.array.nbytes, put.cold) for put in puts
+        ]
+        grants = self._loop.run(self._client.reserve(namespace, items, self._timeout_s + 1.0)).grants
+        there = [isinstance(grant.answer, Exists) for grant in grants]
+        written: list[int] = []
+        tables: list[bytes] = []
+        for address, indices in _by_node(grants):
+            pushed = [self._push_item(namespace, grants[index], puts[index].array) for index in indices]
+            results = self._mover.push(address, pushed, self._timeout_s)
+            self._give_back(namespace, [grants[index] for index in indices], results)
+            for index, result in zip(indices, results, strict=True):
+                if result.ok and result.checksums is not None:
+                    written.append(index)
+                    tables.append(result.checksums)
+        committed = [(grants[index], table) for index, table in zip(written, tables, strict=True)]
+        for index, answer in zip(
+            written, self._loop.run(self._client.commit(namespace, committed)), strict=True
+        ):
+            there[index] = isinstance(answer, Committed)
+        return there
+
+    def get(self, namespace: Namespace, key: Key, out: Array | None = None) -> Array | None:
+        """One object's bytes, verified: `out`, or else a new array of uint8. None: it is not to be had."""
+        return self.get_many(namespace, [key], None if out is None else [out])[0]
+
+    def get_many(
+        self, namespace: Namespace, keys: Sequence[Key], out: Sequence[Array] | None = None
+    ) -> list[Array | None]:
+        """The longest prefix of a chain that is to be had, each object verified; None for the rest.
+
+        Args:
+            namespace: of the keys.
+            keys: a chain, in order.
+            out: where to put the objects; what is in an array whose result is None is undefined.
+        """
+        arrays: list[Array | None] = [None] * len(keys)
+        promise = self._loop.run(self._client.acquire(namespace, keys, self._timeout_s + 1.0))
+        try:
+            if any(isinstance(copy.answer, OnDisk) for copy in promise.copies):
+                promise = self._loop.run(self._client.pages(promise, self._timeout_s))
+            for address, copies in _residents(promise):
+                self._pull(namespace, address, copies, arrays, out)
+        finally:
+            self._loop.run(self._client.release(promise))
+        return arrays
+
+    def exists(self, namespace: Namespace, key: Key) -> bool:
+        """Whether the object would be promised now."""
+        promise = self._loop.run(self._client.acquire(namespace, [key], 1.0))
+        self._loop.run(self._client.release(promise))
+        return len(promise) == 1
+
+    def _push_item(self, namespace: Namespace, grant: Grant, array: Array) -> PushItem:
+        assert grant.granted is not None, "only what was granted is written"
+        size_bytes = grant.item.size_bytes
+        part = self._geometries[namespace].whole(size_bytes)
+        source: int | Callable[[memoryview], None]
+        source = array.ctypes.data if self._is_registered(array) else _filler(array)
+        return PushItem(_extents(grant.granted.extents), size_bytes, part, source)
+
+    def _give_back(
+        self, namespace: Namespace, grants: Sequence[Grant], results: Sequence[PushResult]
+    ) -> None:
+        for quiet in (True, False):
+            lost = [g for g, r in zip(grants, results, strict=True) if not r.ok and r.quiet is quiet]
+            if lost:
+                self._loop.run(self._client.abort(namespace, lost, quiet=quiet))
+
+    def _pull(
+        self,
+        namespace: Namespace,
+        address: NodeAddress,
+        copies: Sequence[tuple[int, Copy, Resident]],
+        arrays: list[Array | None],
+        out: Sequence[Array] | None,
+    ) -> None:
+        """Pulls copies from one node and enters those that verified; asks the node to verify the others."""
+        geometry = self._geometries[namespace]
+        targets = [
+            np.empty(answer.size_bytes, np.uint8) if out is None else out[index]
+            for index, _, answer in copies
+        ]
+        items = [
+            PullItem(
+                _extents(answer.extents),
+                answer.size_bytes,
+                geometry.whole(answer.size_bytes),
+                answer.table,
+                target.ctypes.data if self._is_registered(target) else _sink(target),
+            )
+            for (_, _, answer), target in zip(copies, targets, strict=True)
+        ]
+        results = self._mover.pull(address, items, self._timeout_s)
+        for (index, copy, _), target, result in zip(copies, targets, results, strict=True):
+            if result.ok:
+                arrays[index] = target
+            elif result.corrupt:
+                self._loop.run(self._client.suspect(namespace, copy))
+
+    def _is_registered(self, array: Array) -> bool:
+        start, end = array.ctypes.data, array.ctypes.data + array.nbytes
+        return array.flags.c_contiguous and any(
+            address <= start and end <= address + region.nbytes
+            for address, region in self._registered.items()
+        )
+
+
+def _by_node(grants: Sequence[Grant]) -> list[tuple[NodeAddress, list[int]]]:
+    """Indices of what may be written, by the node that granted it."""
+    groups: dict[bytes, tuple[NodeAddress, list[int]]] = {}
+    for index, grant in enumerate(grants):
+        if grant.granted is not None and grant.address is not None:
+            groups.setdefault(grant.address.boot, (grant.address, []))[1].append(index)
+    return list(groups.values())
+
+
+def _residents(promise: Promise) -> list[tuple[NodeAddress, list[tuple[int, Copy, Resident]]]]:
+    groups: dict[bytes, tuple[NodeAddress, list[tuple[int, Copy, Resident]]]] = {}
+    for index, copy in enumerate(promise.copies):
+        if isinstance(copy.answer, Resident):
+            _, copies = groups.setdefault(copy.address.boot, (copy.address, []))
+            copies.append((index, copy, copy.answer))
+    return list(groups.values())
+
+
+def _extents(extents: WireExtents) -> Extents:
+    return tuple(Extent(*extent) for extent in extents)
+
+
+def _filler(array: Array) -> Callable[[memoryview], None]:
+    def fill(view: memoryview) -> None:
+        np.copyto(np.frombuffer(view, np.uint8), _bytes_of(np.ascontiguousarray(array)))
+
+    return fill
+
+
+def _sink(target: Array) -> Callable[[memoryview], None]:
+    assert target.flags.c_contiguous, "objects are read into contiguous arrays"
+
+    def sink(view: memoryview) -> None:
+        np.copyto(_bytes_of(target), np.frombuffer(view, np.uint8))
+
+    return sink
+
+
+def _bytes_of(array: Array) -> NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _host_towards(node: str) -> str:
+    """The address of this machine on the way to a node; no packet is sent."""
+    host, _, port = node.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

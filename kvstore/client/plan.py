@@ -1,0 +1,52 @@
+"""Which node is asked for which keys, and in what portions. Pure."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+from kvstore.core import limits
+
+N = TypeVar("N")
+
+
+def assign(holders: Sequence[Collection[N]], preferred: Callable[[N], bool]) -> list[N]:
+    """One holder for each key of a chain, in order, up to the first key without one.
+
+    A preferred node is used wherever it holds a key; elsewhere the holder with the longest run of keys
+    from there on, so that few nodes are involved.
+    """
+    chosen: list[N] = []
+    current: N | None = None
+    for index, nodes in enumerate(holders):
+        if not nodes:
+            break
+        favourite = next((node for node in nodes if preferred(node)), None)
+        if favourite is not None:
+            chosen.append(favourite)
+            current = None
+            continue
+        if current is None or current not in nodes:
+            current = max(nodes, key=lambda node: run_length(holders, index, node))
+        chosen.append(current)
+    return chosen
+
+
+def run_length(holders: Sequence[Collection[N]], start: int, node: N) -> int:
+    """Consecutive keys from `start` on that `node` holds."""
+    length = 0
+    while start + length < len(holders) and node in holders[start + length]:
+        length += 1
+    return length
+
+
+def grouped(owners: Sequence[N]) -> dict[N, list[int]]:
+    """The indices that belong to each owner, ascending."""
+    groups: dict[N, list[int]] = {}
+    for index, owner in enumerate(owners):
+        groups.setdefault(owner, []).append(index)
+    return groups
+
+
+def batches(items: Sequence[N]) -> list[Sequence[N]]:
+    """Portions that fit into one message each."""
+    size = limits.BATCH_KEYS_MAX
+    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -1,0 +1,240 @@
+"""Reading: lookup without a lease, Acquire over the nodes involved, and what is done with a promise."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from kvstore.client.acquiring import Attempt
+from kvstore.client.address import NodeAddress
+from kvstore.client.breaker import BreakerOpen
+from kvstore.client.control import TROUBLE
+from kvstore.client.directory import Directory
+from kvstore.client.peers import Peer, Peers
+from kvstore.client.plan import batches
+from kvstore.client.promise import Copy, Found, Promise
+from kvstore.core import BadRequest, Key, MissReason, Namespace, NotAuthorised, Overloaded, Tier, limits
+from kvstore.index import Location
+from kvstore.wire import (
+    AcquireAnswer,
+    Acquired,
+    LeaseId,
+    LeaseState,
+    Miss,
+    NodeId,
+    OnDisk,
+    Pages,
+    Prefetch,
+    Release,
+    Renew,
+    Resident,
+    Suspect,
+    Verdict,
+)
+
+Whom = NodeAddress | NodeId
+VERIFY_S = 10.0  # what a node may take to verify a suspected copy
+LeaseGroup = tuple[NodeAddress, LeaseId, list[Copy]]
+
+
+class Reader:
+    """The reading half of a client. Deadlines: `ClientConfig`; nothing here raises because a node is down."""
+
+    def __init__(
+        self, peers: Peers, directory: Directory, clock: Callable[[], float], rounds_max: int
+    ) -> None:
+        self._peers = peers
+        self._directory = directory
+        self._clock = clock
+        self._rounds_max = rounds_max
+
+    async def lookup(self, keys: Sequence[Key]) -> Found:
+        """See `Client.lookup`."""
+        located = await self._directory.locate(keys)
+        if located is None:
+            return Found(0, (), MissReason.INDEX_DOWN)
+        nodes = dict.fromkeys(self._best(locations) for locations in located)
+        reason = None if len(located) == len(keys) else MissReason.NEVER_STORED
+        return Found(len(located), tuple(nodes), reason)
+
+    async def acquire(
+        self,
+        namespace: Namespace,
+        keys: Sequence[Key],
+        duration_s: float,
+        wait_s: float,
+        first: Sequence[Whom],
+    ) -> Promise:
+        """See `Client.acquire`."""
+        started = self._clock()
+        located = await self._directory.locate(keys)
+        attempt = Attempt(namespace, keys, duration_s, *self._holders(keys, located, first))
+        kept: Sequence[Copy] = ()
+        try:
+            for _ in range(self._rounds_max):
+                groups = attempt.next_round()
+                if not groups:
+                    break
+                left_s = max(0.0, wait_s - (self._clock() - started))
+                await asyncio.gather(
+                    *(self._ask(attempt, peer, asked, left_s) for peer, asked in groups.items())
+                )
+            kept, reason = attempt.outcome()
+        finally:  # also when this call is cancelled: then nothing is kept
+            for peer, release in attempt.surplus(kept):
+                peer.post(release)
+        if located is None and self._directory.has_index and reason is MissReason.NEVER_STORED:
+            reason = MissReason.INDEX_DOWN  # another node may well hold it
+        # Counted from before the first request: the nodes count from later.
+        return Promise(namespace, tuple(kept), started + min(duration_s, limits.LEASE_S_MAX), reason)
+
+    async def pages(self, promise: Promise, wait_s: float) -> Promise:
+        """See `Client.pages`."""
+        answers: dict[Key, AcquireAnswer] = {}
+
+        async def ask(address: NodeAddress, lease: LeaseId, copies: list[Copy]) -> None:
+            asked = tuple(copy.key for copy in copies)
+            try:
+                body = (await self._peer(address).ask(Pages(lease, asked, wait_s), wait_s=wait_s)).body
+            except TROUBLE as error:
+                answers.update(dict.fromkeys(asked, Miss(reason_of(error))))
+                return
+            if isinstance(body, Acquired):
+                answers.update(zip(asked, body.answers, strict=False))
+
+        await asyncio.gather(*(ask(*group) for group in by_lease(promise.copies)))
+        copies, reason = _prefix(promise, answers)
+        lost = promise.copies[len(copies) :]
+        await self.release(
+            msgspec.structs.replace(promise, copies=lost), tuple(copy.key for copy in lost), False
+        )
+        return msgspec.structs.replace(promise, copies=copies, reason=reason)
+
+    async def renew(self, promise: Promise, duration_s: float) -> float:
+        """See `Client.renew`."""
+
+        async def ask(address: NodeAddress, lease: LeaseId, _: list[Copy]) -> float:
+            try:
+                body = (await self._peer(address).ask(Renew(lease, duration_s))).body
+            except TROUBLE:
+                return 0.0
+            return body.remaining_s if isinstance(body, LeaseState) else 0.0
+
+        return min(await asyncio.gather(*(ask(*group) for group in by_lease(promise.copies))), default=0.0)
+
+    async def release(self, promise: Promise, keys: Sequence[Key], cold: bool) -> None:
+        """See `Client.release`."""
+        given_back = set(keys)
+
+        async def tell(address: NodeAddress, lease: LeaseId, copies: list[Copy]) -> None:
+            chosen = tuple(copy.key for copy in copies if copy.key in given_back)
+            if keys and not chosen:
+                return
+            try:
+                for batch in batches(chosen) or [()]:
+                    await self._peer(address).ask(Release(lease, tuple(batch), cold))
+            except TROUBLE:
+                return  # counted by the breaker; the lease's duration ends it
+
+        await asyncio.gather(*(tell(*group) for group in by_lease(promise.copies)))
+
+    async def suspect(self, namespace: Namespace, copy: Copy) -> bool:
+        """See `Client.suspect`."""
+        body = Suspect(namespace, copy.key, copy.answer.generation, copy.lease)
+        try:
+            answer = await self._peer(copy.address).ask(body, namespace=namespace, wait_s=VERIFY_S)
+        except TROUBLE:
+            return False
+        return isinstance(answer.body, Verdict) and answer.body.bad
+
+    async def prefetch(self, namespace: Namespace, keys: Sequence[Key]) -> None:
+        """See `Client.prefetch`."""
+        wanted: dict[Peer, list[Key]] = {}
+        for key, locations in zip(keys, await self._directory.locate(keys) or (), strict=False):
+            peer = self._peers.named(self._best(locations))
+            if peer is not None and all(location.tier is not Tier.DRAM for location in locations):
+                wanted.setdefault(peer, []).append(key)
+        for peer, some in wanted.items():
+            peer.post(Prefetch(namespace, tuple(some[: limits.BATCH_KEYS_MAX])))
+
+    async def _ask(self, attempt: Attempt, peer: Peer, asked: Sequence[int], wait_s: float) -> None:
+        for batch in batches(asked):
+            request = attempt.request(peer, batch, wait_s)
+            try:
+                answer = await peer.ask(request, namespace=attempt.namespace, wait_s=wait_s)
+            except TROUBLE as error:
+                attempt.failed(peer, reason_of(error))
+                return
+            answers = answer.body.answers if isinstance(answer.body, Acquired) else ()
+            attempt.answered(peer, batch, answer.address, answers)
+            if not answers or not isinstance(answers[-1], Resident | OnDisk):
+                return
+            self._directory.hit(peer)
+
+    def _holders(
+        self, keys: Sequence[Key], located: Sequence[Sequence[Location]] | None, first: Sequence[Whom]
+    ) -> tuple[list[list[Peer]], list[Peer]]:
+        """(Who may hold each key, the favourites among them), in order of preference.
+
+        The preferred node is asked for what it is said to hold, then the nodes of a hand-off, then the
+        others. Beyond what the index knows the preferred node is asked all the same: it may know better.
+        """
+        local = self._peers.local
+        handed = [peer for whom in first if (peer := self._peers.reach(whom)) is not None]
+        if located is None:
+            everybody = unique([*handed, *self._directory.fallback()])
+            return [list(everybody) for _ in keys], everybody
+        holders = []
+        for index in range(len(keys)):
+            known = [self._peers.named(one.node) for one in located[index]] if index < len(located) else []
+            peers = [peer for peer in known if peer is not None]
+            holders.append(unique([*(p for p in peers if p is local), *handed, *peers, local]))
+        return holders, unique([*handed, local])
+
+    def _best(self, locations: Sequence[Location]) -> NodeId:
+        local = self._peers.local.node
+        return next((one.node for one in locations if one.node == local), locations[-1].node)
+
+    def _peer(self, address: NodeAddress) -> Peer:
+        return self._peers.reach(address) or self._peers.at(address.control)
+
+
+def by_lease(copies: Iterable[Copy]) -> list[LeaseGroup]:
+    """The copies of each lease, with the node that gave it."""
+    groups: dict[LeaseId, LeaseGroup] = {}
+    for copy in copies:
+        groups.setdefault(copy.lease, (copy.address, copy.lease, []))[2].append(copy)
+    return list(groups.values())
+
+
+def reason_of(error: Exception) -> MissReason:
+    """Why keys are missed when a node does not answer, or not to us."""
+    match error:
+        case BreakerOpen():
+            return MissReason.BREAKER_OPEN
+        case NotAuthorised():
+            return MissReason.NOT_AUTHORISED
+        case BadRequest():
+            return MissReason.MANIFEST_DIFFERS
+        case Overloaded():
+            return MissReason.NO_ROOM
+        case _:
+            return MissReason.NODE_DOWN
+
+
+def unique(peers: Iterable[Peer]) -> list[Peer]:
+    """Each once, in order."""
+    return list(dict.fromkeys(peers))
+
+
+def _prefix(
+    promise: Promise, answers: dict[Key, AcquireAnswer]
+) -> tuple[tuple[Copy, ...], MissReason | None]:
+    """The copies that are still promised, with their newest answers, and why they end."""
+    copies: list[Copy] = []
+    for copy in promise.copies:
+        answer = answers.get(copy.key, Miss(MissReason.EXPIRED))
+        if not isinstance(answer, Resident | OnDisk):
+            return tuple(copies), answer.reason if isinstance(answer, Miss) else MissReason.FILLING
+        copies.append(msgspec.structs.replace(copy, answer=answer))
+    return tuple(copies), promise.reason
