@@ -147,6 +147,8 @@ def _specs(kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> dict[
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise LayoutUnsupported(f"a model with {len(groups)} KV cache groups is not supported yet")
+    if groups[0].is_eagle_group:
+        raise LayoutUnsupported("draft layers of speculative decoding are not supported yet")
     specs = layer_specs(groups[0])
     for spec in specs.values():
         if reason := unsupported_spec(spec):

@@ -79,7 +79,7 @@ class WorkerHalf:
             self._mover = self._open_mover()
         except LayoutUnsupported as error:
             self._unsupported = str(error)
-        except (KVStoreError, ImportError) as error:
+        except (KVStoreError, ImportError, OSError) as error:
             self._unsupported = f"bytes cannot be moved: {error}"
         else:
             self._unsupported = ""
