@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvstore.cli import config, version
+from kvstore.cli import config, serve, version
 from kvstore.core import BadConfiguration, KVStoreError
 from kvstore.node import SETTINGS
 
-COMMANDS = {"config": config, "version": version}
+COMMANDS = {"serve": serve, "config": config, "version": version}
 
 
 class Parser(argparse.ArgumentParser):

@@ -39,7 +39,8 @@ def settle(config: Config, origins: Origins) -> Config:
     _check_log(config, origins)
     control_host, control_port = split_address(config.control.listen)
     advertise = config.node.advertise or control_host
-    name = config.node.id or f"{socket.gethostname()}:{control_port}"
+    # A port that the kernel chooses names nobody, and two such nodes must not share an id.
+    name = config.node.id or f"{socket.gethostname()}:{control_port or f'pid-{os.getpid()}'}"
     return dataclasses.replace(
         config,
         node=dataclasses.replace(config.node, id=name, advertise=advertise),

@@ -1,0 +1,47 @@
+"""Running a node: from a configuration to an exit code."""
+
+import asyncio
+import logging
+import signal
+
+from kvstore.node.assemble import assemble
+from kvstore.node.logs import start_logging
+from kvstore.node.sections import Config
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(config: Config) -> int:
+    """Runs a node until SIGTERM or SIGINT; 0 when it has stopped in order. A second signal ends it at once.
+
+    Raises:
+        KVStoreError: it could not be started; one line with cause and remedy.
+    """
+    start_logging(config.log)
+    asyncio.run(_run(config))
+    return 0
+
+
+async def _run(config: Config) -> None:
+    stop = asyncio.Event()
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop)
+    async with assemble(config) as node:
+        print(node.banner, flush=True)  # noqa: T201  (what the user came for)
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(work, name=name) for name, work in node.background.items()]
+            await stop.wait()
+            for task in background:
+                task.cancel()
+    log.info("stopped")
+
+
+def _on_signal(number: signal.Signals, stop: asyncio.Event) -> None:
+    """The first signal asks for an orderly end; from then on each has its default effect."""
+    log.info("stopping signal=%s", number.name)
+    for each in SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(each)
+        signal.signal(each, signal.SIG_DFL)
+    stop.set()
