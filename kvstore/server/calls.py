@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvstore.core import BadRequest, Manifest, MissReason, Namespace, decode_manifest, limits, namespace_of
+from kvstore.core import MissReason, Namespace, limits
 from kvstore.server.parking import Parking
 from kvstore.server.waiting import acquire_waiting, worth_waiting
 from kvstore.store import Store
@@ -93,42 +93,26 @@ class Calls:
         """The reply's body, or the coroutine that will give it.
 
         Raises:
-            BadRequest, NamespaceUnknown: the request as a whole is refused.
+            BadRequest, NamespaceUnknown, Overloaded: the request as a whole is refused.
         """
         return self._handlers[type(request.body)](request.client, request.body)
 
     def _hello(self, client: ClientId, body: Hello) -> Welcome:
-        advice = ""
-        if body.namespace or body.manifest:
-            if namespace_of(body.manifest) != body.namespace:
-                raise BadRequest("the manifest does not hash to its namespace digest")
-            namespace = Namespace(body.namespace)
-            self._store.open_namespace(namespace, body.manifest)
-            advice = self._advice(namespace, decode_manifest(body.manifest))
         welcome = self._welcome()
+        advice = welcome.advice
+        if body.namespace or body.manifest:
+            namespace = Namespace(body.namespace)
+            advice = self._store.open_namespace(namespace, body.manifest) or advice
+            if advice and namespace not in self._advised:
+                self._advised.add(namespace)
+                log.warning("namespace %s: %s", namespace.hex()[:16], advice)
         return msgspec.structs.replace(
             welcome,
             versions=VERSIONS_SPOKEN,
             batch_keys_max=limits.BATCH_KEYS_MAX,
             lease_s_max=limits.LEASE_S_MAX,
-            advice=advice or welcome.advice,
+            advice=advice,
         )
-
-    def _advice(self, namespace: Namespace, manifest: Manifest) -> str:
-        """What will not work well with this namespace; also said once in the log."""
-        object_bytes = manifest.geometry.object_bytes(manifest.chunk_tokens)
-        arena_bytes = self._welcome().arena_bytes
-        if arena_bytes >= limits.OBJECTS_IN_ARENA_MIN * object_bytes:
-            return ""
-        advice = (
-            f"an object of this model has {object_bytes >> 20} MiB, and the node's {arena_bytes >> 20} MiB hold "
-            f"{arena_bytes // object_bytes} of them: hardly anything will be found again; "
-            f"give the node at least {-(-limits.OBJECTS_IN_ARENA_MIN * object_bytes >> 20)} MiB"
-        )
-        if namespace not in self._advised:
-            self._advised.add(namespace)
-            log.warning("namespace %s: %s", namespace.hex()[:16], advice)
-        return advice
 
     def _reserve(self, client: ClientId, body: Reserve) -> Reserved:
         return Reserved(self._store.reserve(client, body.namespace, body.items, body.duration_s))
@@ -154,19 +138,20 @@ class Calls:
         return later()
 
     def _pages(self, client: ClientId, body: Pages) -> Acquired:
+        # Without an NVMe tier every leased copy is resident: there is no promotion to wait for.
         return Acquired(self._store.pages(client, body))
 
     def _renew(self, client: ClientId, body: Renew) -> LeaseState:
-        return LeaseState(self._store.renew(client, body.lease, body.duration_s))
+        return LeaseState(self._store.renew(client, body))
 
     def _release(self, client: ClientId, body: Release) -> Done:
         if not body.keys:
             self._parking.release(client, body.lease)
-        self._store.release(client, body.lease, body.keys, body.cold)
+        self._store.release(client, body)
         return Done()
 
     def _prefetch(self, client: ClientId, body: Prefetch) -> Done:
-        self._store.prefetch(client, body.namespace, body.keys)
+        self._store.prefetch(client, body)
         return Done()
 
     def _suspect(self, client: ClientId, body: Suspect) -> Later | Verdict:
@@ -179,11 +164,11 @@ class Calls:
         return later()
 
     def _report(self, client: ClientId, body: Report) -> Done:
-        self._store.report(client, body.items)
+        self._store.report(client, body)
         return Done()
 
     def _drop(self, client: ClientId, body: Drop) -> Done:
-        self._store.drop(client, body.namespace, body.keys)
+        self._store.drop(client, body)
         return Done()
 
 

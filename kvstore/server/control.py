@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from time import perf_counter
 
-from kvstore.core import BadRequest, KVStoreError, NamespaceUnknown, NotAuthorised, limits
+from kvstore.core import BadRequest, KVStoreError, NamespaceUnknown, NotAuthorised, Overloaded, limits
 from kvstore.server.calls import GIVEN_BACK, Calls, Later, Verifier, lease_of
 from kvstore.server.endpoint import Endpoint
 from kvstore.server.parking import Parking
@@ -37,6 +37,7 @@ CODES: dict[type[KVStoreError], str] = {
     NamespaceUnknown: "namespace_unknown",
     NotAuthorised: "not_authorised",
     BadRequest: "bad_request",
+    Overloaded: "overloaded",
 }
 Respond = Callable[[ReplyBody], None]
 

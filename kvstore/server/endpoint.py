@@ -69,14 +69,14 @@ class Endpoint:
             raise BadConfiguration(_why_not_bound(self.address, port, error)) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         self._reading = True
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
+        self._loop.add_reader(self._socket, self._drain)
         self._loop.call_soon(self._drain)
 
     def stop_reading(self) -> None:
         """No frame is received any more; replies can still be sent."""
         if self._reading and self._loop is not None and self._socket is not None:
             self._reading = False
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._socket)
 
     async def close(self) -> None:
         """Gives the port back, after the last replies have left or 0.5 s have passed."""
