@@ -12,6 +12,7 @@ from kvstore.client.control import ControlClient
 from kvstore.client.facade import KVStore, Put
 from kvstore.client.loop_thread import LoopThread
 from kvstore.client.mover import Mover, PullItem, PullResult, PushItem, PushResult
+from kvstore.client.opening import open_mover
 from kvstore.client.promise import Copy, Found, Grant, Grants, Promise
 from kvstore.client.staging import Slot, Staging, StagingStats
 from kvstore.wire import (
@@ -64,4 +65,5 @@ __all__ = [
     "Staging",
     "StagingStats",
     "Stale",
+    "open_mover",
 ]

@@ -4,7 +4,6 @@ The async client runs on a thread of its own; bytes move in the caller's thread.
 given to `register` move without a copy on this side, others through staging.
 """
 
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -16,6 +15,7 @@ from kvstore.client.client import Client
 from kvstore.client.config import ClientConfig
 from kvstore.client.loop_thread import LoopThread
 from kvstore.client.mover import Mover, PullItem, PushItem, PushResult
+from kvstore.client.opening import host_towards
 from kvstore.client.promise import Copy, Grant, Promise
 from kvstore.client.staging import Staging
 from kvstore.core import Extent, Extents, Geometry, Key, Manifest, Namespace, PeerLost, limits
@@ -80,7 +80,7 @@ class KVStore:
                 raise PeerLost(
                     f"no node answers at {self._node}: start one with `kvstore serve`, or name another"
                 )
-            self._transfer = self._given_transfer or MooncakeTransfer(_host_towards(self._node))
+            self._transfer = self._given_transfer or MooncakeTransfer(host_towards(self._node))
             self._staging = Staging(self._transfer, self._staging_bytes)
             self._mover = Mover(self._transfer, self._staging)
         except BaseException:
@@ -273,12 +273,3 @@ def _sink(target: Array) -> Callable[[memoryview], None]:
 
 def _bytes_of(array: Array) -> NDArray[np.uint8]:
     return array.reshape(-1).view(np.uint8)
-
-
-def _host_towards(node: str) -> str:
-    """The address of this machine on the way to a node; no packet is sent."""
-    host, _, port = node.rpartition(":")
-    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
