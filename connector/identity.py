@@ -77,21 +77,19 @@ def build_manifest(facts: ModelFacts, weights: str, handshake: Handshake, chunk_
 
 def model_identity(facts: ModelFacts) -> dict[str, Scalar]:
     """The configuration as flat, sorted names, without what does not change KV and without nulls."""
-    values = dict(_flat("", facts.config)) | {
-        f"engine.{name}": value for name, value in _flat("", facts.engine)
-    }
+    values = dict([*_flat("", facts.config, _IRRELEVANT), *_flat("engine.", facts.engine, frozenset())])
     rope = {value for name, value in values.items() if name.rpartition(".")[2] in {"rope_type", "type"}}
     if not rope.isdisjoint(_ROPE_BY_LENGTH):
         values["engine.max_model_len"] = facts.max_model_len
     return dict(sorted(values.items()))
 
 
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Scalar]]:
+def _flat(prefix: str, values: Mapping[str, Any], irrelevant: frozenset[str]) -> Iterator[tuple[str, Scalar]]:
     for name, value in values.items():
-        if value is None or str(name) in _IRRELEVANT or str(name).startswith("_"):
+        if value is None or str(name) in irrelevant or str(name).startswith("_"):
             continue
         if isinstance(value, Mapping):
-            yield from _flat(f"{prefix}{name}.", value)
+            yield from _flat(f"{prefix}{name}.", value, irrelevant)
         else:
             yield f"{prefix}{name}", _scalar(value)
 
