@@ -54,6 +54,7 @@ __all__ = [
     "unsupported_engine",
     "unsupported_spec",
     "unsupported_version",
+    "uses_mla",
     "was_aborted",
 ]
 
@@ -126,6 +127,11 @@ def layer_specs(group: Any) -> dict[str, Any]:
 def is_mla(spec: Any) -> bool:
     """Whether a layer stores one latent vector per token instead of keys and values per head."""
     return isinstance(spec, MLAAttentionSpec)
+
+
+def uses_mla(vllm_config: Any) -> bool:
+    """Whether the whole model does. False where vLLM only probes, without a model."""
+    return vllm_config.model_config is not None and bool(vllm_config.model_config.use_mla)
 
 
 def attention_isa(vllm_config: Any, spec: Any) -> str:

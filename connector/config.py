@@ -69,7 +69,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, Meta(pattern="^(tcp|rdma)$", description="what Mooncake moves bytes with: tcp, rdma")
     ] = "tcp"
     devices: Annotated[str, Meta(description="RDMA devices, comma separated; empty: all")] = ""
-    host: Annotated[str, Meta(description="address of this host that nodes can reach")] = "127.0.0.1"
+    host: Annotated[
+        str, Meta(description="address of this host that nodes can reach; empty: that on the way to `node`")
+    ] = ""
 
 
 def read_config(extra: dict[str, Any]) -> Config:

@@ -6,7 +6,7 @@ this contract with the real client on a thread of its own; tests keep it with an
 * Every future ends, within the client's timeouts, with an answer or an exception that says why not.
 * Answers to `reserve` and `commit` are in the order asked, one per item.
 * `abandon` of an acquire gives back what it may still be promised.
-* Keys, leases and reservations belong to the namespace that was opened last when they were asked for.
+* Keys belong to the namespace that was opened last; promises and grants stay with the one they were given in.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,13 +63,14 @@ class ReserveAsk:
     cold: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Grant:
-    """The right to fill these pages."""
+    """The right to fill these pages. `handle` is what the client needs to commit or abort it."""
 
     node: NodeAddress
     generation: bytes
     extents: Extents
+    handle: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +80,6 @@ class NotGranted:
     stored: bool
     reason: MissReason | None = None
     node: NodeAddress | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CommitAsk:
-    """One filled object with its table."""
-
-    key: Key
-    generation: bytes
-    table: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +108,7 @@ class Control(Protocol):
     def acquire(
         self, keys: Sequence[Key], duration_s: float, wait_s: float, nodes: Sequence[str]
     ) -> "Future[Promise]":
-        """Leases a chain's keys; `nodes` (ids) are asked first; `wait_s` waits for commits under way."""
+        """Leases a chain's keys; `nodes` (ids, in hex) are asked too; `wait_s` waits for commits under way."""
 
     def abandon(self, future: "Future[Promise]") -> None:
         """Nobody will read the answer to this acquire any more."""
@@ -135,11 +127,11 @@ class Control(Protocol):
     ) -> "Future[Sequence[Grant | NotGranted]]":
         """Asks for the right to push objects."""
 
-    def commit(self, node: NodeAddress, items: Sequence[CommitAsk]) -> "Future[Sequence[bool]]":
-        """Publishes objects of one node; False: nothing became visible."""
+    def commit(self, items: Sequence[tuple[Grant, bytes]]) -> "Future[Sequence[bool]]":
+        """Publishes filled objects, given with their tables; False: that one did not become visible."""
 
-    def abort(self, node: NodeAddress, items: Sequence[tuple[Key, bytes]], *, quiet: bool) -> None:
-        """Gives reservations back; `quiet`: nothing can land late."""
+    def abort(self, grants: Sequence[Grant], *, quiet: bool) -> None:
+        """Gives grants back; `quiet`: nothing can land late."""
 
     def report(self, lines: Sequence[ReportLine]) -> None:
         """For the node's metrics; best effort."""

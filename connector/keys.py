@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from connector.compat import tensor_data
+from connector.compat import logger, tensor_data
+from connector.identity import WeightsUnknown, adapter_digest
 from kvstore.core import Extra, Key, Namespace, chunk_key
 
 __all__ = ["AdapterDigests", "Link", "links_of"]
 
-_READ_BYTES = 1 << 20
+log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +97,17 @@ class AdapterDigests:
         self._known: dict[tuple[int, str], tuple[str, str]] = {}
 
     def digest(self, lora: Any) -> str | None:
-        """The digest, or None when there cannot be one. Reads files: never on the engine's thread."""
+        """The digest, or None when there is none to be had. Reads files: never on the engine's thread."""
         folder = Path(lora.lora_path)
-        files = sorted(path for path in folder.glob("**/*") if path.is_file()) if folder.is_dir() else []
-        if not files:
-            return None
-        stats = [(str(path.relative_to(folder)), path.stat()) for path in files]
-        signature = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+        files = sorted(path for path in folder.glob("*") if path.is_file())
+        signature = repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
         identity = (lora.lora_int_id, lora.lora_path)
         with self._lock:
             seen = self._known.get(identity)
             if seen is None or (lora.load_inplace and seen[0] != signature):
-                seen = self._known[identity] = (signature, _digest_of(folder, files))
+                try:
+                    seen = self._known[identity] = (signature, adapter_digest(folder))
+                except WeightsUnknown as error:
+                    log.warning("%s; its KV is not shared", error)
+                    return None
         return seen[1] if seen[0] == signature else None
-
-
-def _digest_of(folder: Path, files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        name = str(path.relative_to(folder)).encode()
-        digest.update(len(name).to_bytes(4, "little") + name + path.stat().st_size.to_bytes(8, "little"))
-        with path.open("rb") as file:
-            while piece := file.read(_READ_BYTES):
-                digest.update(piece)
-    return digest.hexdigest()

@@ -1,0 +1,187 @@
+"""The scheduler's question "how many tokens can you bring?", from a request's arrival to its promise.
+
+    arrival    lookup, in the background, without a lease (a handed-off request needs none)
+    ask        lookup answered -> acquire, in the background; meanwhile "ask again", for a short while
+               acquire answered -> (tokens beyond the local prefix cache, True): from now on a promise
+    allocated  the promise goes into a load, or back
+
+The answer is idempotent: the same promise, or the same "nothing", until blocks are allocated. A promise that
+runs out in a long queue, or no longer fits behind a local hit that has changed, is replaced.
+Keys asked for begin with the chunk in which the local hit ends.
+"""
+
+from collections.abc import Sequence
+
+from connector.control import Promise
+from connector.keys import Link
+from connector.leases import LEASE_S
+from connector.requests import Ask, RequestState
+from connector.shared import Shared
+from kvstore.core import MissReason
+
+Answer = tuple[int | None, bool]
+AGAIN: Answer = (None, False)
+NOTHING: Answer = (0, False)
+
+ACQUIRES_MAX = 4  # per admission
+LEASE_MIN_S = 5.0  # a promise that ends sooner is not worth starting a load with
+
+
+class Asks:
+    """Answers for all waiting requests."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._control = shared.control
+        self._config = shared.config
+        self._leases = shared.leases
+        self._known = shared.known
+        self._clock = shared.clock
+
+    def look_up(self, state: RequestState) -> None:
+        """At arrival: what may be stored of this request's prompt."""
+        if state.links and state.handoff is None and state.ask.lookup is None:
+            state.ask.lookup = self._control.lookup([link.key for link in state.links])
+
+    def match(self, state: RequestState, computed: int) -> Answer:
+        """Tokens that a load can bring beyond the `computed` local ones. Never waits."""
+        ask = state.ask
+        ask.computed = computed
+        if ask.lease is not None and not self._holds(state, computed):
+            self._leases.release(ask.lease)
+            ask.lease = None
+        if ask.lease is None and not ask.refused:
+            self._advance(state, computed)
+        if ask.lease is not None:
+            return self._promised_stop(state) - computed, True
+        return NOTHING if ask.refused else AGAIN
+
+    def refuse(self, state: RequestState, reason: MissReason | None) -> Answer:
+        """The answer "nothing", until blocks are allocated; None: there is nothing left to bring."""
+        state.ask.refused = True
+        state.ask.reason = reason
+        return NOTHING
+
+    def wait(self, state: RequestState, limit_s: float, reason: MissReason) -> Answer:
+        """Holds the request back, for `limit_s` in all; then the answer is "nothing", for `reason`."""
+        now = self._clock()
+        if state.ask.wait_until_s is None:
+            state.ask.wait_until_s = now + limit_s
+        return AGAIN if now < state.ask.wait_until_s else self.refuse(state, reason)
+
+    def close(self, ask: Ask) -> None:
+        """Nobody wants this answer any more: gives back what is, or may still be, promised."""
+        if ask.acquire is not None:
+            self._control.abandon(ask.acquire)
+            ask.acquire = None
+        if ask.lease is not None:
+            self._leases.release(ask.lease)
+            ask.lease = None
+
+    def _advance(self, state: RequestState, computed: int) -> None:
+        """One step from the question to its answer."""
+        ask = state.ask
+        if ask.acquire is None:
+            wanted = self._wanted(state, computed)
+            if wanted is None or not self._worth(state, wanted, computed):
+                return
+            if ask.acquires == ACQUIRES_MAX:
+                self.refuse(state, MissReason.LEASE_LIMIT)
+                return
+            ask.first = computed // self._config.chunk_tokens
+            self._acquire(state, wanted[ask.first :])
+        assert ask.acquire is not None
+        if ask.acquire.done():
+            self._acquired(state, computed)
+        elif self.wait(state, *self._patience(state)) == NOTHING:
+            self._control.abandon(ask.acquire)
+            ask.acquire = None
+
+    def _patience(self, state: RequestState) -> tuple[float, MissReason]:
+        if state.handoff is not None:
+            return self._config.handoff_wait_s + self._config.lookup_timeout_s, MissReason.PENDING_TIMEOUT
+        return self._config.lookup_timeout_s, MissReason.NODE_DOWN
+
+    def _wanted(self, state: RequestState, computed: int) -> Sequence[Link] | None:
+        """The links that are worth asking for, as far as is known; None: not known yet, or answered."""
+        links = state.links or ()
+        if state.handoff is not None:
+            tokens = state.handoff.tokens
+            return [x for x in links if x.stop <= tokens and (not x.tail or x.stop == tokens)]
+        lookup = state.ask.lookup
+        if lookup is None:
+            return links
+        if not lookup.done():
+            self.wait(state, self._config.lookup_timeout_s, MissReason.INDEX_DOWN)
+            return None
+        if lookup.exception() is not None:
+            self.refuse(state, MissReason.INDEX_DOWN)
+            return None
+        found = lookup.result()
+        if found.num_keys == len(links) or found.reason is MissReason.INDEX_DOWN:
+            return links
+        self._known.forget(link.key for link in links[found.num_keys :])
+        state.ask.reason = found.reason or MissReason.NEVER_STORED
+        gain = links[: found.num_keys]
+        return links if gain and gain[-1].stop > computed else gain  # a node may know better than the index
+
+    def _worth(self, state: RequestState, links: Sequence[Link], computed: int) -> bool:
+        """Whether these links bring enough beyond the local hit; if not, that is the answer."""
+        least = 1 if state.handoff is not None else max(1, self._config.min_tokens)
+        gain = links[-1].stop - computed if links else 0
+        if gain >= least:
+            return True
+        all_of_it = state.links[-1].stop - computed if state.links else 0
+        if gain > 0 or 0 < all_of_it < least:
+            self.refuse(state, MissReason.TOO_SHORT)
+        else:
+            self.refuse(state, state.ask.reason if all_of_it > 0 else None)
+        return False
+
+    def _acquire(self, state: RequestState, wanted: Sequence[Link]) -> None:
+        ask, handoff = state.ask, state.handoff
+        ask.acquires += 1
+        ask.asked_s = self._clock()
+        ask.acquire = self._control.acquire(
+            [link.key for link in wanted],
+            LEASE_S,
+            self._config.handoff_wait_s if handoff and ask.acquires == 1 else 0.0,
+            handoff.nodes if handoff else (),
+        )
+
+    def _acquired(self, state: RequestState, computed: int) -> None:
+        ask = state.ask
+        assert ask.acquire is not None
+        future, ask.acquire = ask.acquire, None
+        if future.exception() is not None:
+            self.refuse(state, MissReason.NODE_DOWN)
+            return
+        promise = future.result()
+        self._learn(state, promise)
+        ask.lease = self._leases.take(promise, ask.asked_s)
+        ask.reason = promise.reason or ask.reason
+        if not self._worth(state, self._promised(state), computed):
+            self._leases.release(ask.lease)
+            ask.lease = None
+
+    def _learn(self, state: RequestState, promise: Promise) -> None:
+        """A promised key is stored; the first that was not promised, and what follows it, is pushed again."""
+        asked = (state.links or ())[state.ask.first :]
+        for link, promised in zip(asked, promise.objects, strict=False):
+            assert link.key == promised.key, "a promise is in the order of its keys"
+            self._known.add(link.key, promised.node.node.hex())
+        self._known.forget(link.key for link in asked[len(promise.objects) :])
+
+    def _promised(self, state: RequestState) -> Sequence[Link]:
+        lease, first = state.ask.lease, state.ask.first
+        assert lease is not None
+        return (state.links or ())[first : first + len(lease.promise.objects)]
+
+    def _promised_stop(self, state: RequestState) -> int:
+        return self._promised(state)[-1].stop
+
+    def _holds(self, state: RequestState, computed: int) -> bool:
+        """Whether the promise still is one, and still fits behind the local hit."""
+        assert state.ask.lease is not None
+        if self._leases.remaining_s(state.ask.lease) < LEASE_MIN_S:
+            return False
+        return state.ask.first * self._config.chunk_tokens <= computed < self._promised_stop(state)

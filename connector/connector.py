@@ -1,0 +1,191 @@
+"""The class that vLLM makes: once in its scheduler, once in every worker. One line per hook.
+
+What the hooks do is with the halves, `connector.scheduler` and `connector.worker`; when they are called is with
+vLLM. Hooks that are not overridden here have the right default. No exception leaves a hook (`connector.guard`).
+"""
+# ruff: noqa: D102 - hooks of vLLM are documented there
+
+import time
+from typing import Any
+
+import msgspec
+
+from connector.compat import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+    logger,
+    unsupported_version,
+    uses_mla,
+)
+from connector.config import Config, read_config
+from connector.guard import Breaker, harmless
+from connector.metadata import Handshake, Jobs, Reports
+from connector.start import start_scheduler_half, start_worker_half
+
+log = logger(__name__)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _no_tokens() -> tuple[int | None, bool]:
+    return 0, False
+
+
+def _blocks_may_go() -> tuple[bool, dict[str, Any] | None]:
+    return False, None
+
+
+def _no_reports() -> Reports | None:
+    return None
+
+
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """vLLM's view of the store.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        role: which half this is.
+        kv_cache_config: the KV cache; vLLM looks for an argument of exactly this name.
+
+    Raises:
+        BadConfiguration: `kv_connector_extra_config` cannot work. Nothing is raised after that.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = self._settings()
+        self.breaker = Breaker(time.monotonic)
+        self.off = False
+        if reason := unsupported_version():
+            self.off = True
+            log.error("%s: this engine does without the store", reason)
+        elif role is KVConnectorRole.SCHEDULER:
+            self._recompute_failed_loads()
+            self._scheduler = start_scheduler_half(vllm_config, kv_cache_config, config, self.breaker)
+        else:
+            self._worker = start_worker_half(vllm_config, kv_cache_config, config)
+
+    def _settings(self) -> Config:
+        """The user's settings, with `save` and `load` as the engine's role allows them."""
+        transfer = self._kv_transfer_config
+        config = read_config(transfer.kv_connector_extra_config)
+        return msgspec.structs.replace(
+            config, save=config.save and transfer.is_kv_producer, load=config.load and transfer.is_kv_consumer
+        )
+
+    def _recompute_failed_loads(self) -> None:
+        """A load that cannot be trusted is computed: vLLM's default would fail the request instead."""
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            log.info("kv_load_failure_policy is recompute: what cannot be loaded is computed")
+
+    # --- facts ----------------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is lost is a later miss, no more."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Blocks whose heads are contiguous, where there are heads. vLLM takes it as a wish."""
+        return None if uses_mla(vllm_config) else "LBHNC"
+
+    # --- scheduler half -------------------------------------------------------------------------------
+
+    @harmless(_nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.bind_gpu_block_pool(gpu_block_pool)
+
+    @harmless(_nothing)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._scheduler.shake_hands(metadata)
+
+    @harmless(_nothing)
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.on_new_request(request)
+
+    @harmless(_no_tokens)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    @harmless(_nothing)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    @harmless(Jobs)
+    def build_connector_meta(self, scheduler_output: Any) -> Jobs:
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    @harmless(_nothing)
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.update_connector_output(connector_output)
+
+    @harmless(_blocks_may_go)
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request)
+
+    @harmless(_blocks_may_go)
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request)
+
+    @harmless(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_pending_push_work()
+
+    @harmless(lambda: False, off=_nothing)
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset_cache()
+
+    # --- worker half ----------------------------------------------------------------------------------
+
+    @harmless(_nothing)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    @harmless(lambda: Handshake(unsupported="the worker's half of the connector has failed"))
+    def get_handshake_metadata(self) -> Handshake:
+        return self._worker.get_handshake_metadata()
+
+    @harmless(_nothing)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.start_load_kv(self._get_connector_metadata())
+
+    @harmless(_nothing)
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return None
+
+    @harmless(_nothing)
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return None
+
+    @harmless(_nothing)
+    def wait_for_save(self) -> None:
+        self._worker.wait_for_save(self._get_connector_metadata())
+
+    @harmless(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.get_transfer_results(finished_req_ids)
+
+    @harmless(set[int])
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.get_block_ids_with_load_errors()
+
+    @harmless(_no_reports)
+    def build_connector_worker_meta(self) -> Reports | None:
+        return self._worker.build_connector_worker_meta()
+
+    # --- both -----------------------------------------------------------------------------------------
+
+    @harmless(_nothing)
+    def shutdown(self) -> None:
+        (self._scheduler if self._role is KVConnectorRole.SCHEDULER else self._worker).shutdown()

@@ -1,0 +1,68 @@
+"""Leases that this engine holds, and their renewal while requests wait or load."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from connector.control import Control, Promise
+from kvstore.core import limits
+
+LEASE_S = 30.0
+"""What is asked for at a time: long beside a step of the engine, short beside what a killed engine may leave."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A promise and when it ends, counted from when it was asked for: never later than the node thinks."""
+
+    promise: Promise
+    taken_s: float
+    ends_s: float
+    renewal: "tuple[float, Future[float]] | None" = None
+
+
+class Leases:
+    """All leases of this engine. A lease is in `held` from `take` until `release`."""
+
+    def __init__(self, control: Control, clock: Callable[[], float]) -> None:
+        self.held: set[Lease] = set()
+        self._control = control
+        self._clock = clock
+
+    def take(self, promise: Promise, asked_s: float) -> Lease:
+        """Looks after a promise that was asked for at `asked_s` for `LEASE_S`."""
+        lease = Lease(promise, asked_s, asked_s + LEASE_S)
+        self.held.add(lease)
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """Gives a lease back, once; more often does nothing."""
+        if lease in self.held:
+            self.held.remove(lease)
+            self._control.release(lease.promise)
+
+    def remaining_s(self, lease: Lease) -> float:
+        """Seconds in which the promise still holds without another renewal."""
+        return lease.ends_s - self._clock()
+
+    def longest_s(self, lease: Lease) -> float:
+        """Seconds in which the promise can still hold, renewals included."""
+        return lease.taken_s + limits.LEASE_S_MAX - self._clock()
+
+    def tick(self) -> None:
+        """Renews what has less than half of its time left."""
+        now = self._clock()
+        for lease in self.held:
+            if lease.renewal is not None:
+                self._renewed(lease)
+            elif 0 < lease.ends_s - now < LEASE_S / 2 and self.longest_s(lease) > LEASE_S / 2:
+                lease.renewal = (now, self._control.renew(lease.promise, LEASE_S))
+
+    def _renewed(self, lease: Lease) -> None:
+        assert lease.renewal is not None
+        asked_s, future = lease.renewal
+        if not future.done():
+            return
+        lease.renewal = None
+        if future.exception() is None:  # otherwise asked again, until the lease has run out
+            lease.ends_s = asked_s + future.result()

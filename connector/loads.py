@@ -1,0 +1,149 @@
+"""Loads: from blocks being allocated for a promise to the reports of all ranks.
+
+A job, once the scheduler waits for it, always goes to the worker half, whatever goes wrong here: the scheduler
+has no deadline of its own, and tokens that nobody loads must be reported as failed, never pass for loaded.
+A chunk that the engine has in part is read and verified whole, but only its missing blocks are written.
+A load that failed is remembered: nothing is promised to that request again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from connector.control import Promised, ReportLine
+from connector.keys import Link
+from connector.leases import Lease
+from connector.metadata import LoadJob, LoadObject, LoadReport
+from connector.requests import Ask, RequestState
+from connector.shared import Shared
+from kvstore.core import Key, MissReason
+
+
+@dataclass(slots=True)
+class _Load:
+    """A job at the workers: it brings the tokens [start, stop)."""
+
+    state: RequestState
+    lease: Lease | None
+    start: int
+    stop: int
+    reason: MissReason | None
+    links: tuple[Link, ...] = ()
+    objects: tuple[Promised, ...] = ()
+    reports: list[LoadReport] = field(default_factory=list)
+
+
+class Loads:
+    """All loads of this engine."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._control = shared.control
+        self._config = shared.config
+        self._leases = shared.leases
+        self._stats = shared.stats
+        self._block_tokens = shared.block_tokens
+        self._world_size = shared.world_size
+        self._jobs: dict[int, _Load] = {}
+        self._ready: list[LoadJob] = []
+        self._next_job = 0
+
+    @property
+    def under_way(self) -> int:
+        """Jobs that some rank has not reported yet."""
+        return len(self._jobs)
+
+    def start(self, state: RequestState, ask: Ask, blocks: Sequence[int], num_tokens: int) -> None:
+        """The scheduler allocated blocks (all of the request's, in order) for `num_tokens` promised tokens."""
+        job, self._next_job = self._next_job, self._next_job + 1
+        start = ask.computed or 0
+        load = _Load(state, ask.lease, start, start + num_tokens, ask.reason)
+        self._jobs[job] = load
+        state.load = job
+        try:
+            self._ready.append(self._job(job, load, ask, blocks))
+        except Exception:
+            self._ready.append(self._failing(job, load, blocks))
+            raise
+
+    def _job(self, job: int, load: _Load, ask: Ask, blocks: Sequence[int]) -> LoadJob:
+        assert ask.lease is not None, "a load without a promise"
+        links = (load.state.links or ())[ask.first :]
+        pairs = [
+            (link, promised)
+            for link, promised in zip(links, ask.lease.promise.objects, strict=False)
+            if link.start < load.stop
+        ]
+        assert pairs and load.stop <= pairs[-1][0].stop, "a load of more than was promised"
+        load.links = tuple(link for link, _ in pairs)
+        load.objects = tuple(promised for _, promised in pairs)
+        nodes = {(promised.node.node, promised.node.boot): promised.node for promised in load.objects}
+        places = list(nodes)
+        objects = tuple(
+            LoadObject(
+                key=promised.key,
+                node=places.index((promised.node.node, promised.node.boot)),
+                generation=promised.generation,
+                extents=promised.extents,
+                size_bytes=promised.size_bytes,
+                table=promised.table,
+                blocks=self._targets(link, load, blocks),
+            )
+            for link, promised in pairs
+        )
+        deadline_s = min(self._config.load_timeout_s, self._leases.longest_s(ask.lease))
+        return LoadJob(job, load.state.request_id, tuple(nodes.values()), objects, deadline_s)
+
+    def _targets(self, link: Link, load: _Load, blocks: Sequence[int]) -> tuple[int | None, ...]:
+        """The engine block of each block of this link; None where the engine has it, or does not want it."""
+        size = self._block_tokens
+        return tuple(
+            blocks[at // size] if load.start <= at < load.stop else None
+            for at in range(link.start, link.stop, size)
+        )
+
+    def _failing(self, job: int, load: _Load, blocks: Sequence[int]) -> LoadJob:
+        """A job that the worker half reports as failed at once, in all blocks behind the local hit."""
+        targets = tuple(blocks[load.start // self._block_tokens :])
+        nothing = LoadObject(Key(bytes(32)), 0, b"", (), 0, b"", targets)
+        return LoadJob(job, load.state.request_id, (), (nothing,), 0.0)
+
+    def take_ready(self) -> list[LoadJob]:
+        """The jobs that the worker half has not been given yet."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def reported(self, job: int, reports: Sequence[LoadReport]) -> None:
+        """What ranks say of a job. Only the first report of every rank counts."""
+        load = self._jobs.get(job)
+        if load is None:
+            self._stats.say_once(
+                "late load", f"load {job} was reported more often than there are ranks; ignored"
+            )
+            return
+        load.reports.extend(reports)
+        if len(load.reports) >= self._world_size:
+            del self._jobs[job]
+            self._settle(load)
+
+    def _settle(self, load: _Load) -> None:
+        load.state.load = None
+        valid = min(report.valid for report in load.reports)
+        failed = valid < len(load.objects) or not load.objects
+        if failed:
+            load.state.no_load = MissReason.LOAD_FAILED_BEFORE
+        if load.lease is not None:
+            for position in {r.suspect for r in load.reports if r.suspect is not None}:
+                self._control.suspect(load.lease.promise, load.objects[position].key)
+            self._leases.release(load.lease)
+        pulled = min(load.links[valid - 1].stop, load.stop) - load.start if load.links and valid else 0
+        reasons = [report.reason for report in load.reports if report.reason is not None]
+        self._stats.loads += 1
+        self._stats.loads_failed += failed
+        self._stats.count(
+            ReportLine(
+                load.state.request_id,
+                queried_tokens=load.state.prompt_tokens - load.start,
+                promised_tokens=load.stop - load.start,
+                pulled_tokens=max(pulled, 0),
+                reason=reasons[0] if reasons else load.reason,
+            )
+        )

@@ -1,0 +1,78 @@
+"""What the scheduler half remembers of a request, from its arrival to its end."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from connector.control import Found, Promise
+from connector.keys import Link
+from connector.leases import Lease
+from kvstore.core import MissReason
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """A prefill engine's word, carried by the request: the first `tokens` are stored, or about to be.
+
+    `nodes` are ids of the nodes that hold them.
+    """
+
+    tokens: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Ask:
+    """One admission's question to the store: from the scheduler's first ask until blocks are allocated.
+
+    Args:
+        lookup: under way or answered.
+        acquire: under way; None before, and when it has been answered.
+        lease: what is promised, from link `first` on.
+        computed: the local hit that was presented last; None: never asked.
+        refused: the answer is "nothing" from now on; `reason` says why not more.
+        wait_until_s: when the request will not be held back any longer.
+    """
+
+    lookup: "Future[Found] | None" = None
+    acquire: "Future[Promise] | None" = None
+    acquires: int = 0
+    asked_s: float = 0.0
+    lease: Lease | None = None
+    first: int = 0
+    computed: int | None = None
+    refused: bool = False
+    reason: MissReason | None = None
+    wait_until_s: float | None = None
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request. `links` are its keys, None until they can be computed; `epoch` names the namespace they are of.
+
+    Args:
+        load: the job that loads for it, if one is under way.
+        no_load: never load again for this request, and why.
+        offered: the links before this one were offered to the store, or need not be.
+        adapter: digest of its LoRA adapter, on its way.
+    """
+
+    request: Any
+    links: tuple[Link, ...] | None = None
+    epoch: int = -1
+    handoff: HandOff | None = None
+    adapter: "Future[str | None] | None" = None
+    ask: Ask = field(default_factory=Ask)
+    load: int | None = None
+    no_load: MissReason | None = None
+    offered: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """vLLM's name of the request."""
+        return str(self.request.request_id)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.request.num_prompt_tokens)

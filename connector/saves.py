@@ -1,0 +1,306 @@
+"""Saves: from a step that completes chunks to their commit.
+
+    step n     completed links that are not known to be stored get references on their blocks, and are
+               offered in one reservation, in the background
+    step n+k   granted: a SaveJob per node goes to the worker half. Never in step n itself, so a job's
+               blocks were computed by earlier steps
+    report     from every rank -> the references go; one commit with the table put together from the runs'
+               checksums; an abort if any rank failed or a run is missing
+
+The references are what protects blocks: requests may finish, be preempted or aborted meanwhile. They are
+bounded; beyond the bound a link waits for a later step of its request, or is dropped with it.
+Only prompt tokens are saved. They are computed for good when their step has been scheduled, whereas
+generated ones may be speculative.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from connector.control import Grant, NotGranted, ReserveAsk
+from connector.keys import Link
+from connector.metadata import SaveJob, SaveObject, SaveReport
+from connector.requests import RequestState
+from connector.shared import Shared
+from kvstore.client import NodeAddress
+from kvstore.core import Geometry, Key, limits
+
+MARGIN_S = 1.0  # a reservation that ends sooner is not worth starting a save with
+
+
+@dataclass(slots=True)
+class _Item:
+    """A link on its way, and the blocks that it holds references on."""
+
+    link: Link
+    blocks: tuple[int, ...]
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The offers of one step; `ends_s` is when their reservation ends at the latest."""
+
+    items: list[_Item]
+    answers: "Future[Sequence[Grant | NotGranted]]"
+    ends_s: float
+    epoch: int
+
+
+@dataclass(slots=True)
+class _Save:
+    """A job at the workers."""
+
+    node: NodeAddress
+    items: list[tuple[_Item, Grant]]
+    ends_s: float
+    epoch: int
+    reports: list[SaveReport] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Commit:
+    node: str
+    keys: list[Key]
+    answers: "Future[Sequence[bool]]"
+
+
+class Saves:
+    """All saves of this engine."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.geometry: Geometry | None = None
+        self._shared = shared
+        self._control = shared.control
+        self._config = shared.config
+        self._known = shared.known
+        self._stats = shared.stats
+        self._clock = shared.clock
+        self._pool: Any = None
+        self._offered: dict[Key, str] = {}  # links under way, with their node once there is one
+        self._batches: list[_Batch] = []
+        self._jobs: dict[int, _Save] = {}
+        self._commits: list[_Commit] = []
+        self._pinned = 0
+        self._next_job = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether the engine must go on stepping, even without requests."""
+        return bool(self._batches or self._jobs or self._commits)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """References on blocks."""
+        return self._pinned
+
+    def bind(self, pool: Any) -> None:
+        """The engine's block pool."""
+        self._pool = pool
+
+    # --- planning -------------------------------------------------------------------------------------
+
+    def plan(self, scheduler_output: Any, states: Mapping[str, RequestState]) -> None:
+        """Offers what this step completes, in one reservation."""
+        items: list[_Item] = []
+        try:
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+                state = states.get(request_id)
+                if state is not None and state.links is not None and state.epoch == self._shared.epoch:
+                    items.extend(
+                        self._completed(
+                            state, num_tokens, scheduler_output, limits.BATCH_KEYS_MAX - len(items)
+                        )
+                    )
+        finally:  # references that were taken are always followed up
+            if items:
+                self._offer(items)
+
+    def _completed(
+        self, state: RequestState, num_tokens: int, output: Any, items_max: int
+    ) -> Iterator[_Item]:
+        """The links that `num_tokens` more tokens complete, with references taken on their blocks."""
+        assert state.links is not None
+        stop = min(state.request.num_computed_tokens + num_tokens, state.prompt_tokens)
+        table: Sequence[int] | None = None
+        while items_max > 0 and state.offered < len(state.links) and state.links[state.offered].stop <= stop:
+            link = state.links[state.offered]
+            if link.key not in self._offered and self._known.node_of(link.key) is None:
+                if table is None:
+                    (table,) = output.kv_connector_block_state.get_block_ids(state.request_id)
+                blocks = tuple(
+                    table[link.start // self._shared.block_tokens : link.stop // self._shared.block_tokens]
+                )
+                if not self._pin(blocks):
+                    return
+                self._offered[link.key] = ""
+                items_max -= 1
+                yield _Item(link, blocks, self._size(link))
+            state.offered += 1
+
+    def _size(self, link: Link) -> int:
+        assert self.geometry is not None
+        return self.geometry.object_bytes(link.stop - link.start)
+
+    def _pin(self, blocks: Sequence[int]) -> bool:
+        """Takes references, if the bound allows it."""
+        if self._pinned + len(blocks) > self._config.pinned_share * self._pool.num_gpu_blocks:
+            return False
+        assert all(not self._pool.blocks[block].is_null for block in blocks), (
+            "a link of blocks that do not exist"
+        )
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+        self._pinned += len(blocks)
+        return True
+
+    def _let_go(self, item: _Item, *, stored_at: str | None = None) -> None:
+        """Ends an item: gives its references back."""
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(item.blocks)])
+        self._pinned -= len(item.blocks)
+        self._offered.pop(item.link.key, None)
+        if stored_at is not None:
+            self._known.add(item.link.key, stored_at)
+
+    def _offer(self, items: list[_Item]) -> None:
+        asks = [
+            ReserveAsk(i.link.key, i.link.parent, i.link.depth, i.size_bytes, cold=i.link.tail) for i in items
+        ]
+        self._stats.offered_objects += len(items)
+        ends_s = self._clock() + self._config.save_timeout_s
+        self._batches.append(
+            _Batch(
+                items, self._control.reserve(asks, self._config.save_timeout_s), ends_s, self._shared.epoch
+            )
+        )
+
+    # --- granted --------------------------------------------------------------------------------------
+
+    def take_ready(self) -> list[SaveJob]:
+        """Jobs whose reservations have been answered since the last step."""
+        answered = [batch for batch in self._batches if batch.answers.done()]
+        self._batches = [batch for batch in self._batches if batch not in answered]
+        return [job for batch in answered for job in self._granted(batch)]
+
+    def _granted(self, batch: _Batch) -> Iterator[SaveJob]:
+        if batch.answers.exception() is not None:
+            self._stats.drop("no node answered the reservation", len(batch.items))
+            for item in batch.items:
+                self._let_go(item)
+            return
+        by_node: dict[tuple[bytes, bytes], list[tuple[_Item, Grant]]] = {}
+        for item, answer in zip(batch.items, batch.answers.result(), strict=True):
+            if isinstance(answer, Grant):
+                by_node.setdefault((answer.node.node, answer.node.boot), []).append((item, answer))
+            else:
+                self._not_granted(item, answer)
+        for granted in by_node.values():
+            if (job := self._start(granted, batch)) is not None:
+                yield job
+
+    def _not_granted(self, item: _Item, answer: NotGranted) -> None:
+        node = answer.node.node.hex() if answer.node is not None else ""
+        self._let_go(item, stored_at=node if answer.stored else None)
+        if not answer.stored:
+            self._stats.drop(f"refused: {answer.reason}" if answer.reason else "another engine is saving it")
+
+    def _start(self, granted: list[tuple[_Item, Grant]], batch: _Batch) -> SaveJob | None:
+        node = granted[0][1].node
+        deadline_s = batch.ends_s - self._clock() - MARGIN_S
+        if deadline_s <= 0 or batch.epoch != self._shared.epoch:
+            self._control.abort([grant for _, grant in granted], quiet=True)
+            self._stats.drop("the reservation ran out before it could be used", len(granted))
+            for item, _ in granted:
+                self._let_go(item)
+            return None
+        job, self._next_job = self._next_job, self._next_job + 1
+        self._jobs[job] = _Save(node, granted, batch.ends_s, batch.epoch)
+        for item, _ in granted:
+            self._offered[item.link.key] = node.node.hex()
+        objects = tuple(
+            SaveObject(item.link.key, grant.generation, grant.extents, item.size_bytes, item.blocks)
+            for item, grant in granted
+        )
+        return SaveJob(job, node, objects, deadline_s)
+
+    # --- reported -------------------------------------------------------------------------------------
+
+    def reported(self, job: int, reports: Sequence[SaveReport]) -> None:
+        """What ranks say of a job. Only the first report of every rank counts."""
+        save = self._jobs.get(job)
+        if save is None:
+            self._stats.say_once(
+                "late save", f"save {job} was reported more often than there are ranks; ignored"
+            )
+            return
+        save.reports.extend(reports)
+        if len(save.reports) >= self._shared.world_size:
+            del self._jobs[job]
+            self._settle(save)
+
+    def _settle(self, save: _Save) -> None:
+        commits: list[tuple[Grant, bytes]] = []
+        keys: list[Key] = []
+        aborts: list[Grant] = []
+        for position, (item, grant) in enumerate(save.items):
+            table = self._table(save, position)
+            if table is None or save.epoch != self._shared.epoch:
+                aborts.append(grant)
+            else:
+                commits.append((grant, table))
+                keys.append(item.link.key)
+        if commits:
+            self._commits.append(_Commit(save.node.node.hex(), keys, self._control.commit(commits)))
+        if aborts:
+            self._control.abort(aborts, quiet=all(report.quiet for report in save.reports))
+            self._stats.drop("its bytes could not be written", len(aborts))
+        for item, _ in save.items:
+            self._let_go(item)
+        self._offered.update(dict.fromkeys(keys, save.node.node.hex()))
+
+    def _table(self, save: _Save, position: int) -> bytes | None:
+        """The object's table from all ranks' runs; None when a rank failed or a run is missing."""
+        assert self.geometry is not None
+        runs: dict[int, bytes] = {}
+        for report in save.reports:
+            checksums = report.checksums[position]
+            if checksums is None:
+                return None
+            runs.update(checksums)
+        if set(runs) != set(range(self.geometry.num_runs)):
+            return None
+        return b"".join(runs[index] for index in range(self.geometry.num_runs))
+
+    def tick(self) -> None:
+        """Takes the answers to commits."""
+        for commit in [c for c in self._commits if c.answers.done()]:
+            self._commits.remove(commit)
+            answers = (
+                commit.answers.result() if commit.answers.exception() is None else [False] * len(commit.keys)
+            )
+            for key, committed in zip(commit.keys, answers, strict=True):
+                self._offered.pop(key, None)
+                if committed:
+                    self._known.add(key, commit.node)
+                    self._stats.committed_objects += 1
+                else:
+                    self._stats.drop("its commit was not accepted or not answered")
+
+    def finished(self, state: RequestState) -> None:
+        """The request's blocks go: what was not offered by now never will be."""
+        if state.links is not None and state.epoch == self._shared.epoch and state.offered < len(state.links):
+            left = len(state.links) - state.offered
+            self._stats.drop("saves under way hold as many KV blocks as pinned_share allows", left)
+
+    def covered(self, links: Sequence[Link]) -> tuple[int, list[str]]:
+        """How many of a chain's first links are stored or under way, and the ids of the nodes that have them."""
+        nodes: dict[str, None] = {}
+        for position, link in enumerate(links):
+            node = self._offered.get(link.key)
+            if node is None:
+                node = self._known.node_of(link.key)
+            if node is None:
+                return position, list(nodes)
+            if node:
+                nodes[node] = None
+        return len(links), list(nodes)

@@ -1,0 +1,242 @@
+"""The scheduler half: lives in the engine's scheduling loop, decides what is loaded and saved.
+
+It is the engine's only client of the nodes' control protocol, through `Control`, whose answers it polls: no
+hook waits. What it plans travels to the worker half as `Jobs`, what became of it comes back as `Reports`.
+    asks.py    "how many tokens can you bring?"  lookup, lease, promise
+    loads.py   promise and blocks -> job -> reports
+    saves.py   completed chunks -> reservation -> job -> reports -> commit
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from connector.asks import NOTHING, Answer, Asks
+from connector.compat import block_size_of, logger, unsupported_engine, was_aborted
+from connector.config import Config
+from connector.control import Control, ReportLine
+from connector.guard import Breaker, harmless
+from connector.handoff import read_note, write_note
+from connector.keys import AdapterDigests, links_of
+from connector.loads import Loads
+from connector.metadata import Jobs, LoadReport, Reports, SaveJob, SaveReport
+from connector.requests import Ask, HandOff, RequestState
+from connector.saves import Saves
+from connector.session import Session
+from connector.shared import Shared
+from kvstore.core import BadConfiguration, MissReason
+
+log = logger(__name__)
+
+
+class SchedulerHalf:
+    """Answers the scheduler's hooks. Used by one thread.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: the engine's KV cache, as the scheduler sees it.
+        config: the user's settings; `save` and `load` already reflect the engine's role.
+        control: the store.
+        breaker: opens when this code fails repeatedly.
+    """
+
+    off = False
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        config: Config,
+        control: Control,
+        breaker: Breaker,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.breaker = breaker
+        block_tokens = block_size_of(kv_cache_config)
+        if config.chunk_tokens % block_tokens:
+            raise BadConfiguration(
+                f"chunk_tokens {config.chunk_tokens} is not a multiple of the engine's block size {block_tokens}"
+            )
+        world_size = vllm_config.parallel_config.world_size
+        self.shared = Shared(control, config, clock, block_tokens, world_size)
+        self.session = Session(self.shared, vllm_config)
+        self.asks = Asks(self.shared)
+        self.loads = Loads(self.shared)
+        self.saves = Saves(self.shared)
+        self.states: dict[str, RequestState] = {}
+        self._adapters = AdapterDigests()
+        if reason := unsupported_engine(vllm_config, kv_cache_config):
+            self.session.refuse(reason)
+
+    # --- requests come and go -------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Learns of a request, and asks early what is stored for it."""
+        if request.resumable:  # its prompt grows while it runs: not a prompt that others could have
+            return
+        state = self.states[request.request_id] = RequestState(request)
+        if self.session.unsupported is not None or self.breaker.open:
+            return
+        if request.lora_request is not None:
+            digest = functools.partial(self._adapters.digest, request.lora_request)
+            state.adapter = self.shared.control.call(digest)
+        if self._prepare(state) and self._why_not_load(state) is None:
+            self.asks.look_up(state)
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Forgets a request. Its blocks may go: saves hold references of their own."""
+        state = self.states.pop(request.request_id, None)
+        if state is None:
+            return False, None
+        self.asks.close(state.ask)
+        namespace = self.session.namespace
+        if was_aborted(request) or namespace is None or not state.links or state.epoch != self.shared.epoch:
+            return False, None
+        if self.shared.config.save:
+            self.saves.finished(state)
+        num_links, nodes = self.saves.covered(state.links)
+        return False, write_note(namespace, state.links[:num_links], nodes)
+
+    def _prepare(self, state: RequestState) -> bool:
+        """Whether the request's keys are known, in the present namespace."""
+        if state.links is not None and state.epoch == self.shared.epoch:
+            return True
+        self.session.tick()
+        namespace = self.session.namespace
+        if namespace is None or (state.adapter is not None and not state.adapter.done()):
+            return False
+        self.asks.close(state.ask)
+        state.ask, state.offered, state.handoff = Ask(), 0, None
+        state.epoch = self.shared.epoch
+        if state.adapter is not None and (state.adapter.exception() or state.adapter.result() is None):
+            state.links = ()
+            state.no_load = MissReason.LAYOUT_UNSUPPORTED
+            return True
+        adapter = (state.adapter and state.adapter.result()) or ""
+        config = self.shared.config
+        state.links = links_of(
+            state.request, namespace, config.chunk_tokens, self.shared.block_tokens, adapter
+        )
+        note = read_note(state.request.kv_transfer_params, namespace, state.links)
+        if isinstance(note, HandOff):
+            state.handoff = note
+        elif note is not None:
+            self.shared.stats.say_once(note, f"a hand-off is ignored: {note}")
+        return True
+
+    # --- loads ----------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
+        """Tokens that the store promises beyond the local ones; None: ask again."""
+        state = self.states.get(request.request_id)
+        if state is None or request.skip_reading_prefix_cache or not self.shared.config.load:
+            return NOTHING
+        if (reason := self._why_not_load(state)) is not None:
+            self.asks.close(state.ask)
+            state.ask.computed = num_computed_tokens
+            return self.asks.refuse(state, reason)
+        if not self._prepare(state):
+            return self.asks.wait(state, self.shared.config.lookup_timeout_s, MissReason.PENDING_TIMEOUT)
+        self.asks.look_up(state)
+        return self.asks.match(state, num_computed_tokens)
+
+    def _why_not_load(self, state: RequestState) -> MissReason | None:
+        if self.session.unsupported is not None:
+            return MissReason.LAYOUT_UNSUPPORTED
+        if self.breaker.open:
+            return MissReason.BREAKER_OPEN
+        if state.load is not None:  # the scheduler says that it has ended, the reports are still on their way
+            return MissReason.LOAD_FAILED_BEFORE
+        return state.no_load
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The scheduler's decision: load this many tokens into these blocks, or (0) nothing."""
+        state = self.states.get(request.request_id)
+        if state is None:
+            return
+        ask, state.ask = state.ask, Ask()
+        if num_external_tokens > 0:
+            (table,) = blocks.get_block_ids()
+            self.loads.start(state, ask, table, num_external_tokens)
+            return
+        self.asks.close(ask)
+        if ask.computed is not None:
+            queried = state.prompt_tokens - ask.computed
+            self.shared.stats.count(ReportLine(state.request_id, queried, 0, 0, ask.reason))
+
+    # --- every step -----------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: Any) -> Jobs:
+        """The step's jobs. Loads go whatever happens to saves."""
+        jobs = Jobs(loads=self.loads.take_ready())
+        self._tick()
+        jobs.saves.extend(self._ready_saves())
+        self._plan_saves(scheduler_output)
+        return jobs
+
+    @harmless(lambda: None)
+    def _tick(self) -> None:
+        self.session.tick()
+        self.shared.leases.tick()
+        self.saves.tick()
+        if lines := self.shared.stats.take_lines():
+            self.shared.control.report(lines)
+
+    @harmless(list[SaveJob])
+    def _ready_saves(self) -> list[SaveJob]:
+        return self.saves.take_ready()
+
+    @harmless(lambda: None)
+    def _plan_saves(self, scheduler_output: Any) -> None:
+        if not self.shared.config.save or self.breaker.open or self.session.manifest is None:
+            return
+        self.saves.geometry = self.session.manifest.geometry
+        for request_id in scheduler_output.num_scheduled_tokens:
+            if (state := self.states.get(request_id)) is not None:
+                self._prepare(state)
+        self.saves.plan(scheduler_output, self.states)
+
+    def update_connector_output(self, output: Any) -> None:
+        """What the workers say of jobs that ended."""
+        reports = output.kv_connector_worker_meta
+        if not isinstance(reports, Reports):
+            return
+        for job, loads in reports.loads.items():
+            self._load_reported(job, loads)
+        for job, saves in reports.saves.items():
+            self._save_reported(job, saves)
+
+    @harmless(lambda: None)
+    def _load_reported(self, job: int, reports: list[LoadReport]) -> None:
+        self.loads.reported(job, reports)
+
+    @harmless(lambda: None)
+    def _save_reported(self, job: int, reports: list[SaveReport]) -> None:
+        self.saves.reported(job, reports)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an engine without requests must go on stepping, so that saves come to their end."""
+        return self.saves.pending and not self.breaker.open
+
+    # --- the engine's life ----------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, pool: Any) -> None:
+        """The pool whose blocks saves hold references on."""
+        self.saves.bind(pool)
+
+    def shake_hands(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """What the ranks say of their KV caches."""
+        self.session.shake_hands(metadata)
+
+    def reset_cache(self) -> bool:
+        """Nothing that was stored so far is valid for this engine any more; others keep it."""
+        self.session.reset()
+        for state in self.states.values():
+            self.asks.close(state.ask)
+            state.ask = Ask()
+        return True
+
+    def shutdown(self) -> None:
+        """Ends the conversation with the store."""
+        self.shared.control.close()

@@ -1,0 +1,89 @@
+"""Which namespace this engine works in, and from when on.
+
+The manifest needs two things that come at their own pace: the identity of the weights (read from files, in
+the background) and the worker's handshake (after its KV cache was registered). Until both are there, nothing
+is looked up or saved; requests may be held back for a moment. Where either says no, the engine does without
+the store, and says so in one line.
+"""
+
+import secrets
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from connector.compat import logger, model_facts
+from connector.identity import build_manifest, weights_identity
+from connector.metadata import Handshake
+from connector.shared import Shared
+from kvstore.core import BadConfiguration, Manifest, Namespace
+
+log = logger(__name__)
+
+
+class Session:
+    """The engine's namespace. `unsupported` is why there will be none, as half a sentence."""
+
+    def __init__(self, shared: Shared, vllm_config: Any) -> None:
+        self.manifest: Manifest | None = None
+        self.namespace: Namespace | None = None
+        self.unsupported: str | None = None
+        self._shared = shared
+        self._vllm_config = vllm_config
+        self._handshake: Handshake | None = None
+        self._weights: Future[str] = shared.control.call(self._identify_weights)
+
+    def _identify_weights(self) -> str:
+        return weights_identity(model_facts(self._vllm_config), self._shared.config.weights_version)
+
+    def refuse(self, reason: str) -> None:
+        """From now on this engine does without the store."""
+        if self.unsupported is None:
+            log.warning("%s: this engine neither saves nor loads KV", reason)
+        self.unsupported = reason
+        self.namespace = None
+
+    def shake_hands(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """What the ranks say of their KV caches, by (PP rank, TP rank)."""
+        hands = {rank: hand for rank, hand in metadata.items() if isinstance(hand, Handshake)}
+        unsupported = next((hand.unsupported for hand in hands.values() if hand.unsupported), None)
+        if unsupported is not None:
+            self.refuse(unsupported)
+        elif len(hands) < self._shared.world_size:
+            self.refuse(
+                f"only {len(hands)} of {self._shared.world_size} workers have described their KV cache"
+            )
+        elif len(set(hands.values())) > 1:
+            self.refuse("the workers' KV caches have different formats")
+        else:
+            self._handshake = next(iter(hands.values()))
+            self.tick()
+
+    def tick(self) -> None:
+        """Opens the namespace once everything is known."""
+        if self.manifest is None and self.unsupported is None and self._handshake and self._weights.done():
+            try:
+                weights = self._weights.result()
+                manifest = build_manifest(
+                    model_facts(self._vllm_config), weights, self._handshake, self._shared.config.chunk_tokens
+                )
+            except BadConfiguration as error:
+                self.refuse(str(error))
+                return
+            self._open(manifest)
+
+    def reset(self) -> None:
+        """The weights have changed under the engine: a fresh namespace, shared with nobody."""
+        self._shared.epoch += 1
+        self._shared.known.clear()
+        if self.manifest is not None:
+            self._open(msgspec.structs.replace(self.manifest, weights=f"reset:{secrets.token_hex(16)}"))
+        else:  # not known yet: what is read from files now is not what the engine computes with
+            self._weights = Future()
+            self._weights.set_result(f"reset:{secrets.token_hex(16)}")
+
+    def _open(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.namespace = manifest.namespace
+        self._shared.control.open(manifest)
+        log.info("namespace %s: %s", self.namespace.hex()[:16], manifest.encode().decode())

@@ -1,0 +1,37 @@
+"""What the parts of the scheduler half have in common."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from connector.config import Config
+from connector.control import Control
+from connector.known import Known
+from connector.leases import Leases
+from connector.stats import Stats
+
+
+@dataclass(slots=True)
+class Shared:
+    """One engine's view of the store.
+
+    Args:
+        control: the store.
+        config: the user's settings.
+        clock: seconds, monotonic.
+        block_tokens: tokens of an engine block.
+        world_size: ranks that report every job.
+        epoch: counts namespaces: keys, leases and saves of an earlier one are void.
+    """
+
+    control: Control
+    config: Config
+    clock: Callable[[], float]
+    block_tokens: int
+    world_size: int
+    epoch: int = 0
+    known: Known = field(default_factory=Known)
+    stats: Stats = field(default_factory=Stats)
+    leases: Leases = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leases = Leases(self.control, self.clock)

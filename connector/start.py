@@ -1,0 +1,49 @@
+"""How the halves come to be: with the real client, and with a mover over Mooncake."""
+
+import functools
+from typing import Any
+
+from connector.background import Background
+from connector.config import Config, read_token
+from connector.control import Control
+from connector.guard import Breaker
+from connector.scheduler import SchedulerHalf
+from connector.worker import WorkerHalf
+from kvstore.client import ClientConfig, open_mover
+
+
+def open_control(config: Config) -> Control:
+    """The conversation with the store; it need not be there yet.
+
+    Raises:
+        BadConfiguration: the token cannot be read.
+    """
+    return Background(
+        ClientConfig(
+            node=config.node,
+            index_url=config.redis,
+            token=read_token(config),
+            request_timeout_s=config.request_timeout_s,
+            index_timeout_s=config.request_timeout_s,
+        )
+    )
+
+
+def start_scheduler_half(
+    vllm_config: Any, kv_cache_config: Any, config: Config, breaker: Breaker
+) -> SchedulerHalf:
+    """The scheduler half. Raises BadConfiguration."""
+    return SchedulerHalf(vllm_config, kv_cache_config, config, open_control(config), breaker)
+
+
+def start_worker_half(vllm_config: Any, kv_cache_config: Any, config: Config) -> WorkerHalf:
+    """The worker half; it opens its mover when vLLM has registered the KV cache."""
+    opened = functools.partial(
+        open_mover,
+        config.node,
+        host=config.host,
+        protocol=config.protocol,
+        devices=config.devices,
+        staging_bytes=config.staging_bytes,
+    )
+    return WorkerHalf(opened, vllm_config, kv_cache_config)
