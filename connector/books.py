@@ -1,10 +1,14 @@
 """The worker half's books on its jobs. They change under its lock only; what they hold says who may do what."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from connector.metadata import LoadJob, Reports, SaveJob, SaveReport
 from connector.tensors import Fence
 from kvstore.core import MissReason
+
+LINE_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -65,3 +69,21 @@ class Ended:
 def nothing_saved(job: SaveJob, *, quiet: bool) -> SaveReport:
     """The report of a save of which nothing may be committed."""
     return SaveReport((None,) * len(job.objects), quiet)
+
+
+class Lines:
+    """Lines for the log, one per kind and minute; those left out are counted and told with the next one."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._said: dict[object, tuple[float, int]] = {}
+
+    def pick(self, kind: object, line: str) -> list[str]:
+        """The line, or nothing if one of its kind was said within the last minute."""
+        now = self._clock()
+        when, left_out = self._said.get(kind, (-math.inf, 0))
+        if now - when < LINE_EVERY_S:
+            self._said[kind] = (when, left_out + 1)
+            return []
+        self._said[kind] = (now, 0)
+        return [f"{line} (and {left_out} times before)" if left_out else line]

@@ -21,7 +21,7 @@ from functools import partial
 from threading import Condition
 from typing import Any
 
-from connector.books import Ended, Load, Save, nothing_saved
+from connector.books import Ended, Lines, Load, Save, nothing_saved
 from connector.compat import KVConnectorTransferResults, logger
 from connector.metadata import Handshake, Jobs, LoadJob, LoadReport, Reports, SaveJob, SaveReport
 from connector.pool import Pool
@@ -40,8 +40,8 @@ class WorkerHalf:
     """The connector of one worker.
 
     Args:
-        open_mover: makes the mover, once the tensors are known; what it raises (a `KVStoreError`, or an
-            ImportError where Mooncake is missing) turns this engine's store off with one line.
+        open_mover: makes the mover, once the tensors are known. What it raises (`KVStoreError`, `ImportError`
+            or `OSError`) is one line in the log, and this engine does without the store.
         vllm_config: vLLM's configuration.
         kv_cache_config: vLLM's description of the KV cache.
         clock: seconds, monotonic.
@@ -67,6 +67,7 @@ class WorkerHalf:
         self._saves: dict[int, Save] = {}
         self._ended = Ended()
         self._reporting = Ended()  # the snapshot of this step
+        self._lines = Lines(clock)
         self._touching = 0  # scatters and gathers under way
         self._closed = False
 
@@ -148,6 +149,10 @@ class WorkerHalf:
         with self._changed:
             reports, self._reporting.reports = self._reporting.reports, Reports()
         return reports if reports.loads or reports.saves else None
+
+    def _say(self, kind: object, line: str) -> None:
+        """Leaves a line for the log, which the next step writes. Under the lock."""
+        self._ended.lines += self._lines.pick(kind, line)
 
     # --- loads ----------------------------------------------------------------------------------------
 
@@ -250,10 +255,10 @@ class WorkerHalf:
             )
         ]
         if lost and load.error:
-            self._ended.lines.append(
-                f"request {job.request}: {len(lost)} of {len(job.objects)} stored pieces could not be loaded "
-                f"and are computed instead: {load.error}"
+            line = (
+                f"request {job.request}: {len(lost)} of {len(job.objects)} stored pieces could not be loaded"
             )
+            self._say(load.reason, f"{line} and are computed instead: {load.error}")
 
     # --- saves ----------------------------------------------------------------------------------------
 
@@ -278,7 +283,8 @@ class WorkerHalf:
         try:
             report = self._push_items(save)
         except Exception as error:  # noqa: BLE001 - a thread's body never dies without its report
-            log.error("a save of %d pieces failed: %r", len(save.job.objects), error)  # noqa: TRY400 - one line
+            with self._changed:
+                self._say(type(error), f"{len(save.job.objects)} pieces could not be saved: {error!r}")
         finally:
             with self._changed:
                 self._report(save, report)
@@ -298,7 +304,9 @@ class WorkerHalf:
         results = self._mover.push(save.job.node, items, left_s)
         failed = [result for result in results if not result.ok]
         if failed:
-            log.warning("%d of %d pieces could not be saved: %s", len(failed), len(items), failed[0].error)
+            line = f"{len(failed)} of {len(items)} pieces could not be saved: {failed[0].error}"
+            with self._changed:
+                self._say(("save", failed[0].reason), line)
         return SaveReport(
             tuple(_by_run(item, result) for item, result in zip(items, results, strict=True)),
             all(result.quiet for result in results),

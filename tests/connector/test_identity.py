@@ -134,11 +134,14 @@ def test_what_sampling_misses_is_one_place_between_samples(model: Path) -> None:
 
 @pytest.mark.usefixtures("sampled")
 def test_sampling_reads_little(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
+    read: list[int] = []
     original = identity._read
-    monkeypatch.setattr(
-        identity, "_read", lambda fd, at, size, file: read.append(size) or original(fd, at, size, file)
-    )
+
+    def counted(fd: int, offset: int, size: int, file: Path) -> bytes:
+        read.append(size)
+        return original(fd, offset, size, file)
+
+    monkeypatch.setattr(identity, "_read", counted)
     weights_fingerprint(model)
     assert sum(read) < 64 * 1024
 
