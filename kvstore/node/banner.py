@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from kvstore import __version__
 from kvstore.node.checks import WILDCARDS, in_words, is_loopback
+from kvstore.node.ports import resolves
 from kvstore.node.sections import Config
 from kvstore.node.settings import join_address, split_address, without_password
 
@@ -75,6 +76,11 @@ def warnings_of(config: Config, arena_warnings: Iterable[str]) -> list[str]:
     found.append(
         "Mooncake listens on all interfaces without authentication: whoever reaches TCP ports 15000-17000 of this "
         "host can read and write the arena; fence them"
+    )
+    found.extend(
+        f"{name} cannot be resolved here: engines that cannot either will not reach this node"
+        for name in dict.fromkeys((config.node.advertise, config.transfer.host))
+        if not resolves(name)
     )
     host, _ = split_address(config.control.listen)
     if config.auth.insecure and not config.auth.token_file and not is_loopback(host):

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.core import BadConfiguration
-from kvstore.core.limits import KIB, MIB
+from kvstore.core.limits import KIB, MIB, TOKEN_BYTES_MAX
+from kvstore.index import RedisIndex
 from kvstore.node.memory import default_arena_bytes, memory_bytes
 from kvstore.node.sections import AuthSection, Config, DramSection
 from kvstore.node.settings import split_address
@@ -34,6 +35,7 @@ def settle(config: Config, origins: Origins) -> Config:
         BadConfiguration: one line with cause and remedy.
     """
     _check_addresses(config, origins)
+    _check_redis(config, origins)
     _check_transfer(config, origins)
     read_token(config.auth, origins)
     _check_log(config, origins)
@@ -66,9 +68,9 @@ def read_token(auth: AuthSection, origins: Origins | None = None) -> bytes:
         raise BadConfiguration(f"{where} cannot be read: {error.strerror}") from None
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         raise BadConfiguration(f"{where} can be read or written by everybody: chmod o-rw {path}")
-    if len(token) < TOKEN_BYTES_MIN:
+    if not TOKEN_BYTES_MIN <= len(token) <= TOKEN_BYTES_MAX:
         raise BadConfiguration(
-            f"{where} holds {len(token)} bytes, at least {TOKEN_BYTES_MIN} are needed: "
+            f"{where} holds {len(token)} bytes, {TOKEN_BYTES_MIN} to {TOKEN_BYTES_MAX} are needed: "
             f"openssl rand -hex 32 > {path}"
         )
     return token
@@ -125,6 +127,14 @@ def _is_ip(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _check_redis(config: Config, origins: Origins) -> None:
+    if config.redis.url:
+        try:
+            RedisIndex.connect(config.redis.url)  # reads the URL, connects to nothing yet
+        except BadConfiguration as error:
+            raise BadConfiguration(f"{origins.get('redis.url', 'redis.url')}: {error}") from error
 
 
 def _check_transfer(config: Config, origins: Origins) -> None:

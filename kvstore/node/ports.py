@@ -33,6 +33,15 @@ def claimable(address: str, flag: str) -> str:
     return join_address(str(resolved[0]), port)
 
 
+def resolves(host: str) -> bool:
+    """Whether a host name or address means anything on this machine."""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror:
+        return False
+    return True
+
+
 def _reason(error: OSError, port: int) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"is taken by {port_holder(port)}: stop it, or choose another port"

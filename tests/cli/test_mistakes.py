@@ -8,7 +8,7 @@ TABLE = [
     (["serve", "--dram-size-bytes", "huge"], ["--dram-size-bytes", 'such as 8589934592 or "8GiB"', "'huge'"]),
     (["serve", "--dram-size-bytes", "800TiB"], ["does not fit", "set less than that"]),
     (["serve", "--dram-size-bytes", "1MiB"], ["less than 16 pages"]),
-    (["serve", "--dram-size-bytes", "-5"], ["--dram-size-bytes", "expected one argument"]),
+    (["serve", "--dram-size-bytes", "-5"], ["--dram-size-bytes", "'-5'"]),
     (["serve", "--dram-page-bytes", "3MiB"], ["not a power of two"]),
     (["serve", "--control-listen", "7400"], ["--control-listen", "127.0.0.1:7400"]),
     (["serve", "--control-listen", "0.0.0.0:7400"], ["--auth-token-file", "--insecure"]),

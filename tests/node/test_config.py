@@ -103,6 +103,7 @@ def test_an_arena_is_rounded_down_to_whole_pages() -> None:
         ("[dram]\nlock = 3\n", 2, ["dram.lock must be true or false", "it is 3"]),
         ("dram.size_bytes = 'much'\n", 1, ["dram.size_bytes must be a size", "'much'"]),
         ("[log]\nlevel = 'loud'\n", 2, ["log.level must be one of debug, info, warning, error", "'loud'"]),
+        ("[redis]\nurl = 'http://x'\n", 2, ["redis.url", "redis+sentinel"]),
         ("[redis]\nurl = 3\n", 2, ["redis.url must be a text", "it is 3"]),
         (
             "[redis]\n\n\ntimeout_s = 0\n",
@@ -169,7 +170,7 @@ def test_variables_that_kubernetes_adds_for_a_service_called_kvstore_are_not_our
 
 @pytest.mark.parametrize(
     ("content", "mode", "says"),
-    [(TOKEN, 0o644, "chmod o-rw"), ("short", 0o600, "at least 16"), ("\n", 0o600, "holds 0 bytes")],
+    [(TOKEN, 0o644, "chmod o-rw"), ("short", 0o600, "16 to 1024"), ("\n", 0o600, "holds 0 bytes")],
 )
 def test_a_token_that_protects_nothing_is_refused(tmp_path, content, mode, says) -> None:
     file = tmp_path / "token"

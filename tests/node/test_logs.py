@@ -35,13 +35,15 @@ def test_an_event_is_one_line_even_with_a_traceback(root_logger, tmp_path) -> No
     except ValueError:
         log.exception("request failed key=%s", "00ff")
     (line,) = file.read_text().splitlines()
-    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z level=ERROR at=kvstore.store request failed key=00ff", line)
+    assert re.match(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z level=ERROR at=kvstore.store request failed key=00ff", line
+    )
     assert "Traceback" in line
     assert "ValueError: two\\nlines" in line
 
 
 def test_a_file_that_cannot_be_written_is_a_configuration_error() -> None:
-    with pytest.raises(BadConfiguration, match="log.file: /proc/nothing/node.log cannot be written"):
+    with pytest.raises(BadConfiguration, match=r"log\.file: /proc/nothing/node\.log cannot be written"):
         start_logging(LogSection(file="/proc/nothing/node.log"))
 
 
@@ -60,7 +62,11 @@ def test_only_noise_is_dropped_from_standard_error(capfd) -> None:
 
 
 def test_standard_error_comes_back_after_an_exception(capfd) -> None:
-    with pytest.raises(RuntimeError), without_noise(MOONCAKE_NOISE):
-        os.write(2, b"said before it failed\n")
-        raise RuntimeError
+    def fail() -> None:
+        with without_noise(MOONCAKE_NOISE):
+            os.write(2, b"said before it failed\n")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert capfd.readouterr().err == "said before it failed\n"

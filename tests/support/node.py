@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.support.processes import Process
 
@@ -50,11 +51,12 @@ class RunningNode:
             with refused:
                 return refused.code, refused.read().decode()
 
-    def stats(self) -> dict:
+    def stats(self) -> dict[str, Any]:
         """`/v1/stats`."""
         status, text = self.get("/v1/stats")
         assert status == 200, text
-        return json.loads(text)
+        content: dict[str, Any] = json.loads(text)
+        return content
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
@@ -82,7 +84,9 @@ def node_command(**settings: object) -> list[str]:
         **settings,
     }
     flags = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
-    words = [flag if value is True else f"{flag}={value}" for flag, value in flags.items() if value is not False]
+    words = [
+        flag if value is True else f"{flag}={value}" for flag, value in flags.items() if value is not False
+    ]
     return [sys.executable, "-m", "kvstore", "serve", *words]
 
 
