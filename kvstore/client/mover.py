@@ -13,7 +13,7 @@ is retired, or, where the caller gave an address, `settled` says when that memor
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 from kvstore.client.address import NodeAddress
@@ -155,7 +155,7 @@ class Mover:
 
     def pull_each(
         self, node: NodeAddress, items: Sequence[PullItem], deadline_s: float
-    ) -> Iterator[tuple[int, PullResult]]:
+    ) -> Generator[tuple[int, PullResult], None, None]:
         """As `pull`, but gives (position, result) as soon as an object has ended, while later ones are read."""
         voyage = Voyage(
             self._transfer, self._staging, node, deadline_s, reading=True, add_late=self._add_late
