@@ -87,8 +87,7 @@ class EmbeddedRedis:
         Raises:
             BadConfiguration: no binary was found, or it does not start; says why and what to do.
         """
-        binary = find_binary()
-        log = ""
+        binary, said = find_binary(), ""
         folder = Path(directory or tempfile.mkdtemp(prefix="kvstore-redis-"))
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -98,14 +97,16 @@ class EmbeddedRedis:
                 url = f"redis://:{password}@127.0.0.1:{port}/0"
                 if _answers(process, url):
                     return cls(process, url, folder, temporary=directory is None)
-                log = _last_line(folder)
-                if "in use" not in log:
+                said = (folder / "redis.log").read_text(errors="replace").strip()
+                if "already in use" not in said:
                     break
         except OSError as error:
             raise BadConfiguration(f"the embedded Redis cannot be started in {folder}: {error}") from error
+        if directory is None:
+            shutil.rmtree(folder, ignore_errors=True)
         raise BadConfiguration(
-            f"the embedded Redis ({binary}) did not start: {log or 'it said nothing'}; set redis.url to a "
-            "Redis of yours, or see whether this binary runs at all"
+            f"the embedded Redis ({binary}) did not start: {said.rpartition(chr(10))[2] or 'it said nothing'}; "
+            "set redis.url to a Redis of yours, or see whether this binary runs at all"
         )
 
     @property
@@ -189,11 +190,6 @@ def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
                 process.kill()
             ended.wait(_POLL_S)
     return False
-
-
-def _last_line(folder: Path) -> str:
-    lines = (folder / "redis.log").read_text(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _free_port() -> int:

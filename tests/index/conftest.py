@@ -35,8 +35,8 @@ async def connect() -> AsyncIterator[Connect]:
     """Makes clients of an index and closes them at the end."""
     made: list[RedisIndex] = []
 
-    def make(url: str, **options: float) -> RedisIndex:
-        made.append(RedisIndex.connect(url, **({"timeout_s": 10.0} | options)))
+    def make(url: str, timeout_s: float = 10.0, expiry_s: int = 3_600) -> RedisIndex:
+        made.append(RedisIndex.connect(url, timeout_s, expiry_s))
         return made[-1]
 
     yield make

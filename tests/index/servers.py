@@ -1,7 +1,8 @@
 """Redis in the shapes that users have: three Cluster nodes, and a primary with replica and Sentinel."""
 
+import socket
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -13,11 +14,20 @@ from tests.support.redis import redis_binary
 PLAIN = {"save": '""', "appendonly": "no"}
 
 
+def port_with_bus() -> int:
+    """A free port whose Cluster bus port, 10,000 above, is possible and was free, too."""
+    while True:
+        port = free_port()
+        with socket.socket() as probe, suppress(OSError, OverflowError):
+            probe.bind(("127.0.0.1", port + 10_000))
+            return port
+
+
 class Server:
     """A redis-server with options of our choice. Its address outlives a restart."""
 
     def __init__(self, folder: Path, name: str, options: dict[str, str], sentinel: bool = False) -> None:
-        self.port = free_port()
+        self.port = port_with_bus()
         self.folder = folder / f"{name}-{self.port}"
         self.folder.mkdir()
         self._sentinel = sentinel
@@ -29,8 +39,10 @@ class Server:
         if not file.exists():
             file.write_text("".join(f"{name} {value}\n" for name, value in self._options.items()))
         arguments = [redis_binary(), str(file), *(["--sentinel"] if self._sentinel else [])]
-        process = Process(arguments, self.folder / "log")
-        wait_until(self._answers, 15, f"redis-server answers:\n{process.output()}")
+        with ExitStack() as stack:
+            process = stack.enter_context(Process(arguments, self.folder / "log"))
+            wait_until(self._answers, 15, f"redis-server answers, log in {self.folder}")
+            stack.pop_all()
         return process
 
     def _answers(self) -> bool:
