@@ -193,14 +193,11 @@ class WorkerHalf:
         assert self._mover is not None
         left_s = load.began + load.job.deadline_s - self._clock()
         for at, result in self._mover.pull_each(load.job.nodes[node], items, left_s):
-            with self._changed:
-                load.last_read = self._clock()
-                if result.ok:
-                    load.moved_bytes += items[at].part.size_bytes
-                    continue
-                if load.lose(indices[at], result.reason, result.error) and result.corrupt:
-                    load.suspect = indices[at]
-            return  # what is under way behind it is let go with the generator
+            if not result.ok:
+                with self._changed:
+                    if load.lose(indices[at], result.reason, result.error) and result.corrupt:
+                        load.suspect = indices[at]
+                return  # what is under way behind it is let go with the generator
 
     def _pull_item(self, load: Load, index: int) -> PullItem:
         wanted = load.job.objects[index]
@@ -219,6 +216,8 @@ class WorkerHalf:
         with self._changed:
             if index >= load.lost_from or self._loads.get(load.job.job) is not load:
                 return
+            load.moved_bytes += len(data)
+            load.last_read = self._clock()
             load.writing += 1
             self._touching += 1
         done = False
