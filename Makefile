@@ -23,7 +23,7 @@ demo: setup ## Real vLLM prefill pushes and is killed; a fresh decode engine pul
 	@$(PY) deploy/demo/run.py
 
 bench: setup ## Measurements with their aims, about a minute each
-	@set -e; for file in bench/*.py; do echo "== $$file"; $(PY) $$file; done
+	@set -e; for file in bench/[a-z]*.py; do echo "== $$file"; $(PY) $$file; done
 
 clean: ## Remove .venv, the model and every cache
 	rm -rf .venv .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
