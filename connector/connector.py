@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from connector import start
 from connector.compat import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -23,7 +24,6 @@ from connector.compat import (
 from connector.config import Config, read_config
 from connector.guard import Breaker, harmless
 from connector.metadata import Handshake, Jobs, Reports
-from connector.start import start_scheduler_half, start_worker_half
 
 log = logger(__name__)
 
@@ -68,9 +68,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             log.error("%s: this engine does without the store", reason)
         elif role is KVConnectorRole.SCHEDULER:
             self._recompute_failed_loads()
-            self._scheduler = start_scheduler_half(vllm_config, kv_cache_config, config, self.breaker)
+            self._scheduler = start.start_scheduler_half(vllm_config, kv_cache_config, config, self.breaker)
         else:
-            self._worker = start_worker_half(vllm_config, kv_cache_config, config)
+            self._worker = start.start_worker_half(vllm_config, kv_cache_config, config)
 
     def _settings(self) -> Config:
         """The user's settings, with `save` and `load` as the engine's role allows them."""

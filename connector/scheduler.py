@@ -81,7 +81,7 @@ class SchedulerHalf:
         if request.lora_request is not None:
             digest = functools.partial(self._adapters.digest, request.lora_request)
             state.adapter = self.shared.control.call(digest)
-        if self._prepare(state) and self._why_not_load(state) is None:
+        if self._prepare(state) and self._may_ask(request) and self._why_not_load(state) is None:
             self.asks.look_up(state)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -130,7 +130,7 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Answer:
         """Tokens that the store promises beyond the local ones; None: ask again."""
         state = self.states.get(request.request_id)
-        if state is None or request.skip_reading_prefix_cache or not self.shared.config.load:
+        if state is None or not self._may_ask(request):
             return NOTHING
         if (reason := self._why_not_load(state)) is not None:
             self.asks.close(state.ask)
@@ -140,6 +140,9 @@ class SchedulerHalf:
             return self.asks.wait(state, self.shared.config.lookup_timeout_s, MissReason.PENDING_TIMEOUT)
         self.asks.look_up(state)
         return self.asks.match(state, num_computed_tokens)
+
+    def _may_ask(self, request: Any) -> bool:
+        return self.shared.config.load and not request.skip_reading_prefix_cache
 
     def _why_not_load(self, state: RequestState) -> MissReason | None:
         if self.session.unsupported is not None:

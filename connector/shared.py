@@ -29,9 +29,10 @@ class Shared:
     block_tokens: int
     world_size: int
     epoch: int = 0
-    known: Known = field(default_factory=Known)
     stats: Stats = field(default_factory=Stats)
+    known: Known = field(init=False)
     leases: Leases = field(init=False)
 
     def __post_init__(self) -> None:
+        self.known = Known(self.clock)
         self.leases = Leases(self.control, self.clock)
