@@ -82,9 +82,8 @@ class Node:
 
     @property
     def address(self) -> NodeAddress:
-        return NodeAddress(
-            self.number.to_bytes(8, "big"), self.boot.to_bytes(8, "big"), "test:1", {}, 0, 1 << 20
-        )
+        node, boot = NodeId(self.number.to_bytes(8, "big")), BootId(self.boot.to_bytes(8, "big"))
+        return NodeAddress(node, boot, "test:1", {}, 0, 1 << 20)
 
     def wake(self) -> None:
         """Looks at parked acquires again."""
