@@ -37,17 +37,14 @@ class AdminServer:
         self._control_loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
         self._registry = registry_of(lambda: self._view)
-        self._http = HttpServer(
-            listen,
-            token,
-            (
-                Route("/healthz", "the process lives and its control loop turns", self._healthz, open=True),
-                Route("/readyz", "the node serves engines", self._readyz, open=True),
-                Route("/metrics", "counts and gauges for Prometheus", self._metrics),
-                Route("/v1/stats", "the same and more, as JSON", self._stats),
-                Route("/v1/objects", "what is stored: ?limit=100&cursor=0", self._list),
-            ),
+        self.routes = (
+            Route("/healthz", "the process lives and its control loop turns", self._healthz, open=True),
+            Route("/readyz", "the node serves engines", self._readyz, open=True),
+            Route("/metrics", "counts and gauges for Prometheus", self._metrics),
+            Route("/v1/stats", "the same and more, as JSON", self._stats),
+            Route("/v1/objects", "what is stored, in pages: ?limit=100&cursor=0", self._list),
         )
+        self._http = HttpServer(listen, token, self.routes)
 
     def start(self) -> tuple[str, int]:
         """Listens; the host and port bound. To be called on the control loop.

@@ -10,7 +10,7 @@ What is started here is ended here, in reverse order, also when a later step fai
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from time import monotonic
@@ -25,6 +25,7 @@ from kvstore.node.checks import is_loopback, read_token
 from kvstore.node.clock import LoopClock
 from kvstore.node.embedded_redis import EmbeddedRedis
 from kvstore.node.heart import Heart
+from kvstore.node.manifests import Manifests
 from kvstore.node.metered import MeteredStore
 from kvstore.node.ports import claimable
 from kvstore.node.quiet import MOONCAKE_NOISE, without_noise
@@ -40,10 +41,11 @@ from kvstore.wire import BootId, NodeId, Welcome
 
 @dataclass(frozen=True)
 class Node:
-    """A node that serves. `background` is what must run until it stops, by name."""
+    """A node that serves. `background` is what must run until it stops, by name; `stopping` is told of the stop."""
 
     banner: str
     background: dict[str, Coroutine[Any, Any, None]]
+    stopping: Callable[[], None]
 
 
 @asynccontextmanager
@@ -78,7 +80,10 @@ class _Assembly:
         self._stack.push_async_callback(index.close)
         self._arena = await self._map_arena()
         self._transfer = self._register_arena()
-        self._store = MeteredStore(self._arena.page_count, self._arena.page_bytes, PrefixLru(), self._clock)
+        manifests = Manifests(index)
+        self._store = MeteredStore(
+            self._arena.page_count, self._arena.page_bytes, PrefixLru(), self._clock, manifests.remember
+        )
         self._publisher = Publisher(
             index, self._node, self._store.tier_of, self._store.keys, record=self._record
         )
@@ -86,9 +91,12 @@ class _Assembly:
         self._control = await self._start_control()
         self._heart = Heart(self._store.tick, self._publish_view)
         self._admin, admin_address = self._start_admin()
-        return Node(
-            self._banner(admin_address), {"heart": self._heart.run(), "publisher": self._publisher.run()}
-        )
+        background = {
+            "heart": self._heart.run(),
+            "publisher": self._publisher.run(),
+            "manifests": manifests.run(),
+        }
+        return Node(self._banner(admin_address), background, self._admin.not_ready)
 
     async def _start_redis(self) -> EmbeddedRedis | None:
         if self._config.redis.url:
@@ -139,7 +147,6 @@ class _Assembly:
         admin = AdminServer(self._admin_listen, self._token, self._view(), self._objects)
         address = join_address(*admin.start())
         self._stack.callback(admin.stop)
-        self._stack.callback(admin.not_ready)
         return admin, address
 
     # --- what the rooms ask for ---------------------------------------------------------------------

@@ -67,13 +67,32 @@ class Meter(Generic[K]):
 
 
 class MeteredStore(Store):
-    """A store with meters; answers are those of the store."""
+    """A store with meters; answers are those of the store.
 
-    def __init__(self, page_count: int, page_bytes: int, policy: Policy, clock: Callable[[], float]) -> None:
+    Args:
+        page_count, page_bytes, policy, clock: the store's.
+        on_namespace: is told of every namespace that was opened, with its manifest.
+    """
+
+    def __init__(
+        self,
+        page_count: int,
+        page_bytes: int,
+        policy: Policy,
+        clock: Callable[[], float],
+        on_namespace: Callable[[Namespace, bytes], None],
+    ) -> None:
         super().__init__(page_count, page_bytes, policy, clock)
+        self._on_namespace = on_namespace
         self.pushes: Meter[bytes] = Meter(clock)  # by generation
         self.pulls: Meter[tuple[bytes, bytes, bytes]] = Meter(clock)  # by client, lease and key
         self.refused: dict[MissReason, int] = {}
+
+    def open_namespace(self, namespace: Namespace, manifest_bytes: bytes) -> str:
+        """See `Store.open_namespace`."""
+        advice = super().open_namespace(namespace, manifest_bytes)
+        self._on_namespace(namespace, manifest_bytes)
+        return advice
 
     def reserve(
         self, client: ClientId, namespace: Namespace, items: Sequence[ReserveItem], duration_s: float

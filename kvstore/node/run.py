@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 
+from kvstore.core import KVStoreError
 from kvstore.node.assemble import assemble
 from kvstore.node.logs import start_logging
 from kvstore.node.sections import Config
@@ -14,13 +15,20 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(config: Config) -> int:
-    """Runs a node until SIGTERM or SIGINT; 0 when it has stopped in order. A second signal ends it at once.
+    """Runs a node until SIGTERM or SIGINT; 0 when it has stopped in order. A second
+    signal ends it at once.
 
     Raises:
         KVStoreError: it could not be started; one line with cause and remedy.
     """
     start_logging(config.log)
-    asyncio.run(_run(config))
+    try:
+        asyncio.run(_run(config))
+    except KVStoreError:
+        raise
+    except Exception:
+        log.exception("the node ends because of a bug of its own")
+        return 1
     return 0
 
 
@@ -33,6 +41,7 @@ async def _run(config: Config) -> None:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(work, name=name) for name, work in node.background.items()]
             await stop.wait()
+            node.stopping()
             for task in background:
                 task.cancel()
     log.info("stopped")
