@@ -71,7 +71,9 @@ class Engine:
         """
         while time.monotonic() - self.started < START_S_MAX:
             if self._process.poll() is not None:
-                raise DemoFailed(f"{self.name} ended with exit code {self._process.returncode}", self.log_path)
+                raise DemoFailed(
+                    f"{self.name} ended with exit code {self._process.returncode}", self.log_path
+                )
             try:
                 if self._http.get("/health", timeout=2.0).status_code == httpx.codes.OK:
                     return time.monotonic() - self.started

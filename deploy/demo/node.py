@@ -70,7 +70,9 @@ class Node:
         found: list[dict[str, Any]] = []
         cursor = ""
         while True:
-            page = self._http.get("/v1/objects", params={"limit": 500} | ({"cursor": cursor} if cursor else {})).json()
+            page = self._http.get(
+                "/v1/objects", params={"limit": 500} | ({"cursor": cursor} if cursor else {})
+            ).json()
             found += page["objects"]
             cursor = page.get("cursor") or ""
             if not cursor:

@@ -33,16 +33,34 @@ class Row:
 
 def table(rows: list[Row]) -> str:
     """The rows under their heads, aligned."""
-    heads = ["prompt", "tokens", "pulled", "recomputed", "cold", "pulled in", "local hit", "cold/pulled", "output"]
+    heads = [
+        "prompt",
+        "tokens",
+        "pulled",
+        "recomputed",
+        "cold",
+        "pulled in",
+        "local hit",
+        "cold/pulled",
+        "output",
+    ]
     lines = [heads]
     for row in rows:
         cells = [row.prompt, str(row.prompt_tokens), str(row.pulled), str(row.recomputed)]
-        cells += [f"{row.cold_s:.2f} s", f"{row.pulled_s:.2f} s", f"{row.local_s:.2f} s", f"{row.speed_up:.1f} x"]
+        cells += [
+            f"{row.cold_s:.2f} s",
+            f"{row.pulled_s:.2f} s",
+            f"{row.local_s:.2f} s",
+            f"{row.speed_up:.1f} x",
+        ]
         cells.append("identical" if row.identical else "DIFFERS")
         lines.append(cells)
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     text = [
-        "  ".join(cell.ljust(width) if n == 0 else cell.rjust(width) for n, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            cell.ljust(width) if n == 0 else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     ]
     text.insert(1, "  ".join("-" * width for width in widths))
@@ -55,6 +73,8 @@ def verdict(claims: list[tuple[str, bool]]) -> int:
     for claim, holds in claims:
         print(f"  {'ok  ' if holds else 'FAIL'}  {claim}")
     failed = sum(not holds for _, holds in claims)
-    print(f"\n{'Everything above holds.' if not failed else f'{failed} of {len(claims)} claims do not hold.'}")
+    print(
+        f"\n{'Everything above holds.' if not failed else f'{failed} of {len(claims)} claims do not hold.'}"
+    )
     sys.stdout.flush()
     return 1 if failed else 0

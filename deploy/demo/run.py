@@ -54,7 +54,10 @@ def ready(engine: Engine) -> None:
     """Waits for an engine and wakes it up with one unrelated request."""
     started_s = engine.wait_ready()
     warm = engine.ask(WARM_UP, 8)
-    say(f"{engine.name}: ready after {started_s:.0f} s; unrelated warm-up request {warm.first_token_s:.2f} s to first token")
+    say(
+        f"{engine.name}: ready after {started_s:.0f} s; unrelated warm-up request: "
+        f"first token after {warm.first_token_s:.2f} s"
+    )
 
 
 def baseline(stage: Stage) -> tuple[dict[str, Answer], dict[str, Answer]]:
@@ -68,7 +71,9 @@ def baseline(stage: Stage) -> tuple[dict[str, Answer], dict[str, Answer]]:
         local[name] = engine.ask(prompt, GENERATED_TOKENS)
         if cold[name].prompt_tokens != PROMPT_TOKENS[name]:
             raise DemoFailed(f"{name} has {cold[name].prompt_tokens} tokens, not {PROMPT_TOKENS[name]}")
-        say(f"  {name}: {cold[name].prompt_tokens} tokens, first token after {cold[name].first_token_s:.2f} s cold")
+        say(
+            f"  {name}: {cold[name].prompt_tokens} tokens, first token after {cold[name].first_token_s:.2f} s cold"
+        )
     engine.stop()
     return cold, local
 
@@ -87,7 +92,7 @@ def push_and_die(stage: Stage, node: Node) -> dict[str, dict[str, Any]]:
             raise DemoFailed(f"{committed(node)} of {expected} objects were committed", prefill.log_path)
         time.sleep(0.05)
     prefill.kill()
-    stored = node.gauge("kvstore_bytes", tier="dram")
+    stored = node.gauge("kvstore_object_bytes", tier="dram")
     say(f"  ... {expected} objects ({stored / 1e6:.0f} MB) are committed; prefill is SIGKILLed and gone")
     return hand_offs
 
@@ -97,7 +102,7 @@ def pull(stage: Stage, decode: Engine, hand_offs: dict[str, dict[str, Any]]) -> 
     answers = {}
     for name, prompt in stage.prompts.items():
         answers[name] = answer = decode.ask(prompt, GENERATED_TOKENS, hand_off=hand_offs[name])
-        say(f"  {name}: {answer.pulled} tokens pulled, {answer.computed} computed, first token after {answer.first_token_s:.2f} s")
+        say(f"  {name}: {told(answer)}")
     return answers
 
 
@@ -107,22 +112,25 @@ def killed_while_pushing(stage: Stage, node: Node, prefill: Engine, decode: Engi
     salt = "act three"  # the same prompt under keys of its own, so that nothing of it is stored yet
     sender = prefill.start_prefill(stage.prompts["canal"], salt)
     stage.exits.callback(sender.kill)
-    deadline = time.monotonic() + PUSH_S_MAX
-    while True:
-        if time.monotonic() > deadline:
-            raise DemoFailed("the second prefill engine was never seen pushing", prefill.log_path)
-        if node.gauge("kvstore_reservations") > 0:
-            prefill.signal(signal.SIGSTOP)  # look again while it cannot move
-            left_behind = int(node.gauge("kvstore_reservations"))
-            if left_behind > 0:
-                break
-            prefill.signal(signal.SIGCONT)
+    left_behind = stop_while_pushing(node, prefill)
     prefill.kill()
     sender.kill()
     say(f"  prefill died with {left_behind} objects half written")
     answer = decode.ask(stage.prompts["canal"], GENERATED_TOKENS, salt=salt)
-    say(f"  decode: {answer.pulled} tokens pulled, {answer.computed} computed, first token after {answer.first_token_s:.2f} s")
+    say(f"  decode: {told(answer)}")
     return answer, left_behind
+
+
+def stop_while_pushing(node: Node, prefill: Engine) -> int:
+    """Stops the engine at a moment when it holds reservations, and says how many."""
+    deadline = time.monotonic() + PUSH_S_MAX
+    while time.monotonic() < deadline:
+        if node.gauge("kvstore_reservations") > 0:
+            prefill.signal(signal.SIGSTOP)  # and look again while it cannot move
+            if (open_reservations := int(node.gauge("kvstore_reservations"))) > 0:
+                return open_reservations
+            prefill.signal(signal.SIGCONT)
+    raise DemoFailed("the second prefill engine was never seen pushing", prefill.log_path)
 
 
 def forged(stage: Stage, node: Node, decode: Engine, hand_off: dict[str, Any]) -> Answer:
@@ -133,6 +141,12 @@ def forged(stage: Stage, node: Node, decode: Engine, hand_off: dict[str, Any]) -
     answer = decode.ask(stage.prompts["lighthouse"], GENERATED_TOKENS, hand_off=hand_off)
     say(f"  decode: {answer.pulled} tokens pulled, and says {answer.text[:50]!r}")
     return answer
+
+
+def told(answer: Answer) -> str:
+    """Where an answer's prompt tokens came from, and how soon."""
+    origin = f"{answer.pulled} tokens pulled, {answer.computed} computed"
+    return f"{origin}, first token after {answer.first_token_s:.2f} s"
 
 
 def objects_of(prompt_tokens: int) -> int:
@@ -180,20 +194,32 @@ def run(stage: Stage) -> int:
     speed = min(row.speed_up for row in rows if row.prompt in LONGER)
     return verdict(
         [
-            ("decode's output is identical to the engine without a store", all(row.identical for row in rows)),
+            (
+                "decode's output is identical to the engine without a store",
+                all(row.identical for row in rows),
+            ),
             (
                 f"at most one engine block ({ENGINE_BLOCK_TOKENS} tokens) of each prompt was recomputed",
                 all(0 < row.recomputed <= ENGINE_BLOCK_TOKENS for row in rows),
             ),
             (
                 "tokens pulled and computed add up to the prompt, by vLLM's own counters",
-                all(a.pulled + a.computed + a.local == a.prompt_tokens and a.local == 0 for a in pulled.values()),
+                all(
+                    a.pulled + a.computed + a.local == a.prompt_tokens and a.local == 0
+                    for a in pulled.values()
+                ),
             ),
-            (f"pulled is at least {SPEED_UP_AIM:.0f} x faster than cold on the longer prompts ({speed:.1f} x)", speed >= SPEED_UP_AIM),
+            (
+                f"pulled is at least {SPEED_UP_AIM:.0f} x faster than cold on the longer prompts ({speed:.1f} x)",
+                speed >= SPEED_UP_AIM,
+            ),
             (f"prefill was killed while pushing ({left_behind} reservations open)", left_behind > 0),
             ("decode's output is right after a push that was cut off", survivor.text == cold["canal"].text),
             ("other KV under the same keys was pulled, too", changed.pulled == pulled["lighthouse"].pulled),
-            ("and changes the output: what decode says comes from what it pulled", changed.text != cold["lighthouse"].text),
+            (
+                "and changes the output: what decode says comes from what it pulled",
+                changed.text != cold["lighthouse"].text,
+            ),
         ]
     )
 
@@ -204,12 +230,20 @@ def main() -> int:
     Returns:
         0 if everything it shows is true, else 1.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / ".cache/models/SmolLM2-135M-Instruct", help="model folder")
-    parser.add_argument("--logs", type=Path, default=ROOT / ".cache/demo", help="folder for the processes' logs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, default=ROOT / ".cache/models/SmolLM2-135M-Instruct", help="model folder"
+    )
+    parser.add_argument(
+        "--logs", type=Path, default=ROOT / ".cache/demo", help="folder for the processes' logs"
+    )
     arguments = parser.parse_args()
     arguments.logs.mkdir(parents=True, exist_ok=True)
-    prompts = {name: (Path(__file__).parent / "prompts" / f"{name}.txt").read_text() for name in PROMPT_TOKENS}
+    prompts = {
+        name: (Path(__file__).parent / "prompts" / f"{name}.txt").read_text() for name in PROMPT_TOKENS
+    }
     began = time.monotonic()
     with contextlib.ExitStack() as exits:
         try:
@@ -218,7 +252,10 @@ def main() -> int:
             print(f"\nThe demo failed: {failure}", file=sys.stderr)
             if failure.log_path is not None:
                 print(f"The end of {failure.log_path}:", file=sys.stderr)
-                print("\n".join(failure.log_path.read_text(errors="replace").splitlines()[-25:]), file=sys.stderr)
+                print(
+                    "\n".join(failure.log_path.read_text(errors="replace").splitlines()[-25:]),
+                    file=sys.stderr,
+                )
             return 1
     print(f"Took {time.monotonic() - began:.0f} s. Logs of all processes: {arguments.logs}")
     return code

@@ -223,6 +223,10 @@ class Client:
         self._check(namespace)
         await self._reader.prefetch(namespace, keys)
 
+    async def manifest(self, namespace: Namespace) -> bytes | None:
+        """What the index remembers of a namespace: for tools and diagnosis."""
+        return await self._directory.manifest(namespace)
+
     async def _keep_up(self) -> None:
         rounds = 0
         while True:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvstore.client.breaker import Breaker
 from kvstore.client.peers import Peer, Peers
-from kvstore.core import BadConfiguration, IndexDown, Key
+from kvstore.core import BadConfiguration, IndexDown, Key, Namespace
 from kvstore.index import Index, Location, Membership, RedisIndex
 
 log = logging.getLogger(__name__)
@@ -96,6 +96,16 @@ class Directory:
     def fallback(self) -> list[Peer]:
         """Whom to ask without an index: the preferred node, and those that were useful lately."""
         return [self._peers.local, *(self._peers.at(control) for control in reversed(self._hits))]
+
+    async def manifest(self, namespace: Namespace) -> bytes | None:
+        """A namespace's manifest, if the index is there and remembers it."""
+        if self._index is None or not self.breaker.closed:
+            return None
+        try:
+            return await self._index.manifest(namespace)
+        except IndexDown:
+            self.breaker.failure()
+            return None
 
     async def close(self) -> None:
         """Gives the index back, if it was connected here."""

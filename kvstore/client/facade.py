@@ -18,7 +18,17 @@ from kvstore.client.mover import Mover, PullItem, PushItem, PushResult
 from kvstore.client.opening import host_towards
 from kvstore.client.promise import Copy, Grant, Promise
 from kvstore.client.staging import Staging
-from kvstore.core import Extent, Extents, Geometry, Key, Manifest, Namespace, PeerLost, limits
+from kvstore.core import (
+    Extent,
+    Extents,
+    Geometry,
+    Key,
+    Manifest,
+    Namespace,
+    PeerLost,
+    decode_manifest,
+    limits,
+)
 from kvstore.index import Index
 from kvstore.transfer import MooncakeTransfer, Transfer
 from kvstore.wire import Committed, Exists, OnDisk, ReserveItem, Resident, WireExtents
@@ -177,6 +187,15 @@ class KVStore:
         promise = self._loop.run(self._client.acquire(namespace, [key], 1.0))
         self._loop.run(self._client.release(promise))
         return len(promise) == 1
+
+    def drop(self, namespace: Namespace, keys: Sequence[Key]) -> None:
+        """Has every known node forget these objects; a leased copy goes when its lease ends."""
+        self._loop.run(self._client.drop(namespace, keys))
+
+    def manifest(self, namespace: Namespace) -> Manifest | None:
+        """The manifest that the index remembers for a namespace."""
+        data = self._loop.run(self._client.manifest(namespace))
+        return None if data is None else decode_manifest(data)
 
     def _push_item(self, namespace: Namespace, grant: Grant, array: Array) -> PushItem:
         assert grant.granted is not None, "only what was granted is written"
