@@ -10,7 +10,11 @@ from kvstore.node import SETTINGS, Setting, load_config
 
 def row(setting: Setting) -> str:
     default = setting.default_text or f"`{str(setting.default).lower()}`"
-    flag = setting.flag if not isinstance(setting.default, bool) else f"{setting.flag}`, `--no-{setting.flag[2:]}"
+    flag = (
+        setting.flag
+        if not isinstance(setting.default, bool)
+        else f"{setting.flag}`, `--no-{setting.flag[2:]}"
+    )
     return f"| `{setting.key}` | {default} | `{setting.variable}` | `{flag}` | {setting.meaning} |"
 
 
@@ -38,4 +42,6 @@ def test_the_example_file_is_accepted(repository: Path, tmp_path: Path) -> None:
     file.write_text(example[1].replace("/etc/kvstore/token", str(token)).replace("64GiB", "64MiB"))
     origins = load_config({}, {}, str(file)).origins
     given = {name for name, origin in origins.items() if origin != "default"}
-    assert given == {f"{section}.{key}" for section, keys in tomllib.loads(example[1]).items() for key in keys}
+    assert given == {
+        f"{section}.{key}" for section, keys in tomllib.loads(example[1]).items() for key in keys
+    }
