@@ -383,6 +383,13 @@ def test_time_is_looked_at_before_each_batch(world: World, monkeypatch) -> None:
     assert world.all_staging_is_free()
 
 
+def test_after_the_deadline_no_source_is_asked(world: World) -> None:
+    made, asked = world.arena.object(PAGE), Got()
+    (pushed,) = world.mover.push(world.node, [made.push(asked)], deadline_s=0)
+    assert (pushed.ok, pushed.quiet, pushed.reason) == (False, True, MissReason.TOO_SLOW)
+    assert asked.seen == []
+
+
 def test_a_source_that_uses_up_the_time_is_not_sent(world: World) -> None:
     event = threading.Event()
     made = world.arena.object(PAGE)
