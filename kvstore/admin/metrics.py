@@ -37,7 +37,9 @@ class NodeCollector(Collector):
             "refused_reservations", "Objects not granted, by reason.", "reason", _by_reason(view.refused)
         )
         yield from _motion("push", "pushed by engines: from the grant to the commit", view.pushed)
-        yield from _motion("pull", "pulled by engines: from the lease to its release", view.pulled)
+        yield from _motion(
+            "pull", "pulled by engines (or given up): from the lease to its release", view.pulled
+        )
         yield from _control(view)
         yield from _index(view)
 

@@ -54,8 +54,8 @@ class Identity:
 class Motion:
     """Objects pushed or pulled, as far as the node can see: it does not move the bytes.
 
-    A push is counted at its commit and lasts from the grant on; a pull is counted when its keys are released
-    and lasts from the lease on.
+    A push is counted at its commit and lasts from the grant on; a pull is counted at its release and lasts from
+    the lease on. A reader that gives up looks the same from here; `Totals.hit_tokens` is what was really used.
     """
 
     objects: int

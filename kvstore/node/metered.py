@@ -1,7 +1,8 @@
 """A store that also counts what goes through it: refusals by reason, and how long pushes and pulls take.
 
 The node does not move the bytes, so a push is what lies between a grant and its commit, a pull what lies
-between a lease and the release of its keys. What is never committed or released is forgotten in time.
+between a lease and its release (a reader that gives up looks the same from here). What is never committed
+or released is forgotten in time.
 """
 
 from collections import OrderedDict
@@ -9,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.admin import MOTION_BOUNDS_S, Histogram, Motion
-from kvstore.core import MissReason, Namespace
+from kvstore.core import Key, MissReason, Namespace
 from kvstore.policy import Policy
 from kvstore.store import Store
 from kvstore.wire import (
@@ -28,6 +29,7 @@ from kvstore.wire import (
 )
 
 UNDER_WAY_MAX = 65_536
+LEASES_MAX = 4_096
 
 K = TypeVar("K", bound=Hashable)
 
@@ -86,6 +88,7 @@ class MeteredStore(Store):
         self._on_namespace = on_namespace
         self.pushes: Meter[bytes] = Meter(clock)  # by generation
         self.pulls: Meter[tuple[bytes, bytes, bytes]] = Meter(clock)  # by client, lease and key
+        self._leased: OrderedDict[tuple[bytes, bytes], list[Key]] = OrderedDict()
         self.refused: dict[MissReason, int] = {}
 
     def open_namespace(self, namespace: Namespace, manifest_bytes: bytes) -> str:
@@ -119,13 +122,17 @@ class MeteredStore(Store):
     def acquire(self, client: ClientId, request: Acquire) -> tuple[AcquireAnswer, ...]:
         """See `Store.acquire`."""
         answers = super().acquire(client, request)
+        leased = self._leased.setdefault((client, request.lease), [])
         for key, answer in zip(request.keys, answers, strict=False):  # a prefix may be cut short
             if isinstance(answer, Resident):
                 self.pulls.begin((client, request.lease, key), answer.size_bytes)
+                leased.append(key)
+        if len(self._leased) > LEASES_MAX:
+            self._leased.popitem(last=False)
         return answers
 
     def release(self, client: ClientId, request: Release) -> None:
         """See `Store.release`."""
         super().release(client, request)
-        for key in request.keys:  # a lease is ended as a whole by those who give up
+        for key in request.keys or self._leased.pop((client, request.lease), ()):
             self.pulls.end((client, request.lease, key))

@@ -89,9 +89,12 @@ def test_a_pull_lasts_from_the_lease_to_the_release_of_its_key(bench) -> None:
     bench.now_s = 1.5
     bench.store.release(CLIENT, Release(LEASE, (key(1),)))
     bench.store.release(CLIENT, Release(LEASE, (key(1),)))
-    bench.store.release(CLIENT, Release(LEASE))
     pulled = bench.store.pulls.freeze()
     assert (pulled.objects, pulled.object_bytes, pulled.seconds.total) == (1, SIZE, 0.5)
+    bench.now_s = 2.0
+    bench.store.release(CLIENT, Release(LEASE))
+    pulled = bench.store.pulls.freeze()
+    assert (pulled.objects, pulled.object_bytes, pulled.seconds.total) == (2, 2 * SIZE, 1.5)
 
 
 def test_refusals_are_counted_by_reason(bench) -> None:
