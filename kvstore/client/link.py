@@ -52,6 +52,7 @@ class Link:
         self._closed = False
         self._loop.add_reader(self._socket, self._drain)
         self._loop.add_reader(self._monitor, self._drain_monitor)
+        self._loop.call_soon(self._drain_monitor)  # a queue tells of news only once it was found empty
 
     async def ask(self, body: RequestBody, on_late: OnLate | None = None) -> Reply:
         """Sends a request and waits for its reply; the caller brings the deadline.
@@ -70,6 +71,7 @@ class Link:
         self._outbox.append((request_id, self._frame(request_id, body)))
         try:
             self._flush()
+            self._loop.call_soon(self._drain)
             return await future
         finally:
             del self._waiting[request_id]
@@ -82,7 +84,10 @@ class Link:
 
     def post(self, body: RequestBody) -> bool:
         """Sends a request whose reply nobody waits for. False: there is no connection, it was not sent."""
-        return not self._closed and self._send(self._frame(next(self._ids), body))
+        if self._closed or not self._send(self._frame(next(self._ids), body)):
+            return False
+        self._loop.call_soon(self._drain)
+        return True
 
     def close(self) -> None:
         """Ends the connection; requests under way fail."""
@@ -104,8 +109,6 @@ class Link:
             self._socket.send(frame, zmq.DONTWAIT)
         except zmq.Again:
             return False
-        finally:  # sending may swallow the news that something can be received: see kvstore.server.endpoint
-            self._loop.call_soon(self._drain)
         return True
 
     def _flush(self) -> None:
@@ -118,14 +121,18 @@ class Link:
             self._outbox.popleft()
 
     def _drain(self) -> None:
-        if self._closed:
-            return
-        try:
-            for _ in range(FRAMES_PER_WAKE_UP):
+        """Receives and sends until neither is possible. ZMQ tells of news once, and any call may swallow it:
+        so its state is looked at before every step, and here once more after each send from outside."""
+        for _ in range(FRAMES_PER_WAKE_UP):
+            if self._closed:
+                return
+            events = int(self._socket.getsockopt(zmq.EVENTS))
+            if events & zmq.POLLIN:
                 self._receive(self._socket.recv(zmq.DONTWAIT))
-        except zmq.Again:
-            self._flush()
-            return
+            elif events & zmq.POLLOUT and self._outbox:
+                self._flush()
+            else:
+                return
         self._loop.call_soon(self._drain)
 
     def _receive(self, frame: bytes) -> None:

@@ -1,6 +1,7 @@
 """Reading: lookup without a lease, Acquire over the nodes involved, and what is done with a promise."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -154,8 +155,13 @@ class Reader:
             peer = self._peers.named(self._best(locations))
             if peer is not None and all(location.tier is not Tier.DRAM for location in locations):
                 wanted.setdefault(peer, []).append(key)
-        for peer, some in wanted.items():
-            peer.post(Prefetch(namespace, tuple(some[: limits.BATCH_KEYS_MAX])))
+
+        async def tell(peer: Peer, some: list[Key]) -> None:
+            with contextlib.suppress(*TROUBLE):  # it was a hint
+                for batch in batches(some):
+                    await peer.ask(Prefetch(namespace, tuple(batch)), namespace=namespace)
+
+        await asyncio.gather(*(tell(*one) for one in wanted.items()))
 
     async def _ask(self, attempt: Attempt, peer: Peer, asked: Sequence[int], wait_s: float) -> None:
         for batch in batches(asked):
@@ -185,10 +191,10 @@ class Reader:
             everybody = unique([*handed, *self._directory.fallback()])
             return [list(everybody) for _ in keys], everybody
         holders = []
-        for index in range(len(keys)):
-            known = [self._peers.named(one.node) for one in located[index]] if index < len(located) else []
-            peers = [peer for peer in known if peer is not None]
-            holders.append(unique([*(p for p in peers if p is local), *handed, *peers, local]))
+        for locations in located:
+            known = [peer for one in locations if (peer := self._peers.named(one.node)) is not None]
+            holders.append(unique([*(peer for peer in known if peer is local), *handed, *known]))
+        holders += [unique([*handed, local]) for _ in keys[len(located) :]]
         return holders, unique([*handed, local])
 
     def _best(self, locations: Sequence[Location]) -> NodeId:

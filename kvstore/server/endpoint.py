@@ -81,11 +81,12 @@ class Endpoint:
     async def close(self) -> None:
         """Gives the port back, after the last replies have left or 0.5 s have passed."""
         self.stop_reading()
-        if self._socket is None or self._context is None or self._loop is None:
-            return
-        self._socket.close(linger=LINGER_MS)
-        await self._loop.run_in_executor(None, self._context.term)
-        self._socket = None
+        if self._socket is not None:
+            self._socket.close(linger=LINGER_MS)
+            self._socket = None
+        if self._context is not None and self._loop is not None:
+            await self._loop.run_in_executor(None, self._context.term)
+            self._context = None
 
     def send(self, peer: bytes, frame: bytes) -> bool:
         """Sends one frame without waiting. False: the peer is gone, or does not take its replies."""

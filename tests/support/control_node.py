@@ -77,7 +77,7 @@ class ControlNode:
     async def start(self) -> None:
         self.boot = BootId(token_bytes(8))
         self.arena = Arena.create(self._arena_bytes, PAGE_BYTES, huge_pages=False, lock=False)
-        self.transfer = InProcessTransfer(self.network)
+        self.transfer = InProcessTransfer(self.network, f"arena-{self.boot.hex()}")
         self.transfer.register(self.arena.address, self.arena.size_bytes)
         self.store = Store(self.arena.page_count, PAGE_BYTES, Lru(), self._clock)
         self.mover = Mover(self.store, self.arena)
@@ -99,6 +99,15 @@ class ControlNode:
         self.transfer.close()
         self.store.audit()
         self.arena.close()
+
+    async def die(self) -> None:
+        """As `kill -9` looks from outside: connections are reset, nothing is answered. `start` brings it back."""
+        endpoint = self.server._endpoint
+        endpoint.stop_reading()
+        assert endpoint._socket is not None
+        endpoint._socket.close(linger=0)
+        endpoint._socket = None
+        await self.stop()
 
     async def publish(self, index: Index) -> None:
         """Heartbeat and keys, as the node's publisher would send them."""
