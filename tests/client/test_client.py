@@ -30,6 +30,7 @@ from tests.support.control_node import (
     TABLE,
     ControlNode,
     chain,
+    eventually,
     items,
     running,
 )
@@ -260,8 +261,7 @@ async def test_an_index_in_trouble_is_left_alone_until_a_probe_succeeds(nodes, i
         await client._directory.refresh()
         return (await client.lookup(NAMESPACE, KEYS)).num_keys == 1
 
-    while not await found():
-        await asyncio.sleep(0)
+    await eventually(found)
     assert client.stats.index_reachable
 
 
@@ -288,8 +288,7 @@ async def test_a_node_that_dies_costs_one_time_out_and_then_nothing(nodes, index
     async def hit() -> bool:
         return len(await client.acquire(NAMESPACE, KEYS, 10.0)) == 2
 
-    while not await hit():
-        await asyncio.sleep(0)
+    await eventually(hit)
     assert client.stats.nodes_in_trouble == 0
     promise = await client.acquire(NAMESPACE, KEYS, 10.0)
     assert promise.copies[0].address.boot == nodes[0].boot
@@ -308,8 +307,7 @@ async def test_a_client_starts_without_any_node_and_finds_it_later(stack, index)
     async def granted() -> bool:
         return len((await client.reserve(NAMESPACE, items(KEYS), 5.0)).granted) == 6
 
-    while not await granted():
-        await asyncio.sleep(0)
+    await eventually(granted)
 
 
 async def test_what_the_preferred_node_refuses_goes_to_the_one_with_most_room(nodes, index, client) -> None:
@@ -377,7 +375,8 @@ async def test_a_cancelled_reservation_is_given_back(nodes, client, monkeypatch)
 async def test_commit_is_said_again_when_its_reply_was_lost(nodes, client, monkeypatch) -> None:
     grants = await client.reserve(NAMESPACE, items(KEYS), 30.0)
     client._peers.local._timeout_s = 0.2
-    send, lost = nodes[0].server._endpoint.send, []
+    send = nodes[0].server._endpoint.send
+    lost: list[bytes] = []
 
     def lossy(peer: bytes, frame: bytes) -> bool:
         if not lost:

@@ -24,7 +24,7 @@ from kvstore.wire import (
     Reserved,
 )
 from tests.support import free_port, wait_until_async
-from tests.support.control_node import MANIFEST, NAMESPACE, ControlNode, chain, items, running
+from tests.support.control_node import MANIFEST, NAMESPACE, ControlNode, chain, eventually, items, running
 
 LEASE = LeaseId(b"l" * 16)
 MANIFESTS = {NAMESPACE: MANIFEST.encode()}
@@ -44,13 +44,14 @@ async def client(node):
 
 
 async def test_the_first_call_says_hello_by_itself_and_the_next_does_not(node, client) -> None:
-    for _ in range(3):
-        answer = await client.ask(Acquire(NAMESPACE, tuple(chain(1)), LEASE, 1.0), 5.0, namespace=NAMESPACE)
-        assert isinstance(answer.body, Acquired)
+    ask = Acquire(NAMESPACE, tuple(chain(1)), LEASE, 1.0)
+    answers = [await client.ask(ask, 5.0, namespace=NAMESPACE) for _ in range(3)]
+    assert all(isinstance(answer.body, Acquired) for answer in answers)
+    address = answers[0].address
     assert node.server.stats.requests == {"Hello": 1, "Acquire": 3}
-    assert answer.address.boot == node.boot
-    assert answer.address.segments == {"in_process": node.transfer.segment}
-    assert (answer.address.arena_base, answer.address.control) == (node.arena.address, node.address)
+    assert address.boot == node.boot
+    assert address.segments == {"in_process": node.transfer.segment}
+    assert (address.arena_base, address.control) == (node.arena.address, node.address)
 
 
 async def test_concurrent_first_calls_say_one_hello(node, client) -> None:
@@ -89,8 +90,7 @@ async def test_a_restarted_node_is_noticed_and_the_request_is_said_again(node, c
         assert answer.address.arena_base == node.arena.address
         return True
 
-    while not await ask():
-        assert client.boots_seen == 1
+    await eventually(ask)
     assert old is not None
     assert old.boot != node.boot
     assert client.boots_seen == 2
@@ -178,8 +178,7 @@ async def test_a_request_whose_caller_has_gone_is_not_sent_later() -> None:
                 return False
             return True
 
-        while not await greeted():
-            pass
+        await eventually(greeted)
         assert node.server.stats.requests == {"Hello": 1}
     client.close()
 

@@ -4,8 +4,9 @@ Bytes move by an `InProcessNetwork`. What the node room adds (heartbeats, a publ
 called when the test says so.
 """
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from secrets import token_bytes
 
@@ -141,3 +142,10 @@ async def running(node: ControlNode) -> AsyncIterator[ControlNode]:
         yield node
     finally:
         await node.stop()
+
+
+async def eventually(ask: Callable[[], Awaitable[object]], deadline_s: float = 10.0) -> None:
+    """As `wait_until_async`, for a question that is itself asked with await."""
+    async with asyncio.timeout(deadline_s):
+        while not await ask():  # noqa: ASYNC110 -- there is no event for "a node of another process is back"
+            await asyncio.sleep(0.005)
