@@ -1,0 +1,218 @@
+"""Objects through the whole stack, beside raw Mooncake: what do verification and bookkeeping cost?
+
+put: reserve, hash, write, commit. get: look up, acquire, read, verify, release. Both on memory that the caller
+registered, against a real `kvstore serve`; a batch of objects of 64 MiB in total per run, as an engine moves them.
+Raw: one `batch_transfer_sync_write/read` of as many bytes, to a process that does nothing else, cut into segments of
+the size that was fastest here. All memory is pre-faulted; every get is compared with what was put.
+
+    python bench/transfer.py [--full] [--json]
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench._harness import Report, Wrong, interleave, parse_arguments
+from kvstore.client import KVStore, Put
+from kvstore.core import Key, Manifest, Namespace, chunk_key
+from kvstore.core.limits import GIB, KIB, MIB
+from tests.support.node import running_node
+
+BATCH_BYTES = 64 * MIB
+OBJECT_BYTES = [256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 32 * MIB]
+SEGMENT_BYTES = [256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB]
+AIM_FROM_BYTES = 4 * MIB
+AIM = 0.8
+LAYERS, HEADS, TOKENS = 32, 8, 256
+PEER = "--raw-peer"
+
+Bytes = NDArray[np.uint8]
+
+
+def manifest_of(object_bytes: int) -> Manifest:
+    """Objects of this size in 256 runs, as an 8B model's chunk has them."""
+    lane_bytes = object_bytes // (LAYERS * HEADS * TOKENS)
+    return Manifest(
+        weights="bench",
+        model={},
+        kv_dtype="bytes",
+        tile_format="bench",
+        chunk_tokens=TOKENS,
+        unit_tokens=1,
+        lanes=((LAYERS, HEADS, lane_bytes),),
+    )
+
+
+def timed(move: Callable[[], object]) -> float:
+    """GB/s of moving one batch."""
+    begin = time.perf_counter()
+    move()
+    return BATCH_BYTES / (time.perf_counter() - begin) / 1e9
+
+
+class Stack:
+    """Put and get of a batch through client, node and transfer."""
+
+    def __init__(self, store: KVStore, object_bytes: int, source: Bytes, target: Bytes) -> None:
+        self._store = store
+        self._namespace: Namespace = store.open(manifest_of(object_bytes))
+        self._sources = source.reshape(-1, object_bytes)
+        self._target, self._source = target, source
+        self._targets = list(target.reshape(-1, object_bytes))
+        self._keys: list[Key] = []
+
+    def put(self) -> float:
+        """Writes a batch under new keys."""
+        if self._keys:
+            self._store.drop(self._namespace, self._keys)
+        self._keys = [chunk_key(Key(self._namespace), list(os.urandom(8)))]
+        for number in range(1, len(self._sources)):
+            self._keys.append(chunk_key(self._keys[-1], [number]))
+        parents = [None, *self._keys]
+        puts = [
+            Put(key, array, parent, depth)
+            for depth, (key, array, parent) in enumerate(
+                zip(self._keys, self._sources, parents, strict=False)
+            )
+        ]
+        done: list[list[bool]] = []
+        speed = timed(lambda: done.append(self._store.put_many(self._namespace, puts)))
+        if not all(done[0]):
+            raise Wrong(f"{done[0].count(False)} of {len(puts)} objects were not stored")
+        return speed
+
+    def get(self) -> float:
+        """Reads the last batch."""
+        self._target[:] = 0
+        speed = timed(lambda: self._store.get_many(self._namespace, self._keys, self._targets))
+        if not np.array_equal(self._target, self._source):
+            raise Wrong("what was read is not what was written")
+        return speed
+
+
+class Raw:
+    """The same bytes by Mooncake alone."""
+
+    def __init__(self, peer: str, remote: int, source: Bytes, target: Bytes) -> None:
+        from mooncake.engine import TransferEngine  # noqa: PLC0415 - only here is it used without our seam
+
+        self._engine: Any = TransferEngine()
+        if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
+            raise Wrong("Mooncake did not start")
+        self._peer, self._remote = peer, remote
+        self._memory = source, target
+        self._source, self._target = source.ctypes.data, target.ctypes.data
+        for address in (self._source, self._target):
+            if self._engine.register_memory(address, BATCH_BYTES) != 0:
+                raise Wrong("Mooncake did not register the memory")
+
+    def put(self, segment_bytes: int) -> float:
+        return self._move(self._engine.batch_transfer_sync_write, self._source, segment_bytes)
+
+    def get(self, segment_bytes: int) -> float:
+        return self._move(self._engine.batch_transfer_sync_read, self._target, segment_bytes)
+
+    def _move(self, move: Callable[..., int], local: int, segment_bytes: int) -> float:
+        offsets = range(0, BATCH_BYTES, segment_bytes)
+        pieces = (
+            [local + at for at in offsets],
+            [self._remote + at for at in offsets],
+            [segment_bytes] * len(offsets),
+        )
+        codes: list[int] = []
+        speed = timed(lambda: codes.append(move(self._peer, *pieces)))
+        if codes != [0]:
+            raise Wrong(f"Mooncake answered {codes}")
+        return speed
+
+
+def raw_peer() -> None:
+    """A process that offers memory to raw Mooncake until its input ends."""
+    from mooncake.engine import TransferEngine  # noqa: PLC0415
+
+    memory = np.ones(BATCH_BYTES, np.uint8)
+    engine: Any = TransferEngine()
+    engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
+    engine.register_memory(memory.ctypes.data, BATCH_BYTES)
+    print("ready", f"127.0.0.1:{engine.get_rpc_port()}", memory.ctypes.data, flush=True)
+    sys.stdin.read()
+
+
+@contextmanager
+def running_peer() -> Iterator[tuple[str, int]]:
+    """The name and address of a raw peer's memory."""
+    with subprocess.Popen(
+        [sys.executable, __file__, PEER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "MC_FORCE_TCP": "1"},
+        text=True,
+    ) as peer:
+        assert peer.stdout and peer.stdin
+        words = next(line.split() for line in peer.stdout if line.startswith("ready"))
+        yield words[1], int(words[2])
+        peer.stdin.close()
+
+
+def best_segment(measure: Callable[[int], float]) -> int:
+    """The segment size at which raw Mooncake is fastest here: by its best of five runs each, interleaved."""
+    best = dict.fromkeys(SEGMENT_BYTES, 0.0)
+    for _ in range(5):
+        for size in SEGMENT_BYTES:
+            best[size] = max(best[size], measure(size))
+    return max(best, key=best.__getitem__)
+
+
+def new_memory(fill: bytes | None) -> Bytes:
+    """A batch's memory, touched: with these bytes over and over, or zeros."""
+    memory = np.zeros(BATCH_BYTES, np.uint8)
+    ctypes.memset(memory.ctypes.data, 0, BATCH_BYTES)
+    if fill:
+        memory[:] = np.frombuffer(fill * (BATCH_BYTES // len(fill)), np.uint8)
+    return memory
+
+
+def main() -> int:
+    """Measures and prints; the exit code."""
+    arguments = parse_arguments(__doc__ or "")
+    pairs = 25 if arguments.full else 9
+    report = Report("Objects through the whole stack, beside raw Mooncake over loopback TCP", "GB/s")
+    worst = {"put": float("inf"), "get": float("inf")}
+    source, target = new_memory(os.urandom(MIB)), new_memory(None)
+    arena = str(GIB)  # a small object takes a whole page, and a batch may reserve 30 % of them
+    with running_node(dram_size_bytes=arena) as node, running_peer() as peer, KVStore(node.control) as store:
+        store.register(source)
+        store.register(target)
+        raw = Raw(*peer, new_memory(os.urandom(MIB)), new_memory(None))
+        segments = {"put": best_segment(raw.put), "get": best_segment(raw.get)}
+        for object_bytes in OBJECT_BYTES:
+            stack = Stack(store, object_bytes, source, target)
+            for what, ours, theirs in (("put", stack.put, raw.put), ("get", stack.get, raw.get)):
+                samples = interleave({"kvstore": ours, "raw": partial(theirs, segments[what])}, pairs)
+                name = f"{what} {BATCH_BYTES // object_bytes} x {object_bytes // KIB} KiB"
+                ratio = report.row(name, samples, against=("kvstore", "raw"))
+                if object_bytes >= AIM_FROM_BYTES:
+                    worst[what] = min(worst[what], ratio)
+    report.note(
+        f"{pairs} pairs; raw segments of {segments['put'] // KIB} (put) and {segments['get'] // KIB} KiB (get)"
+    )
+    for what, value in worst.items():
+        report.aim(f"{what}_vs_raw", value, AIM, "x")
+    return report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    if PEER in sys.argv:
+        raw_peer()
+    else:
+        sys.exit(main())
