@@ -19,6 +19,7 @@ from kvstore.client.opening import host_towards
 from kvstore.client.promise import Copy, Grant, Promise
 from kvstore.client.staging import Staging
 from kvstore.core import (
+    BadRequest,
     Extent,
     Extents,
     Geometry,
@@ -133,7 +134,18 @@ class KVStore:
         return self.put_many(namespace, [Put(key, array, parent, depth)])[0]
 
     def put_many(self, namespace: Namespace, puts: Sequence[Put]) -> list[bool]:
-        """Stores objects; for each, whether it can be had now. False: no room, or another writer is at it."""
+        """Stores objects; for each, whether it can be had now. False: no room, or another writer is at it.
+
+        Raises:
+            BadRequest: the namespace is not open, or no object of it has an array's size.
+        """
+        geometry = self._geometry(namespace)
+        for put in puts:
+            if geometry.units_of(put.array.nbytes) is None:
+                raise BadRequest(
+                    f"no object of this namespace has {put.array.nbytes} bytes: sizes are multiples of "
+                    f"{geometry.bytes_per_unit}"
+                )
         root = Key(namespace)
         items = [
             ReserveItem(put.key, put.parent or root, put.depth, put.array.nbytes, put.cold) for put in puts
@@ -170,6 +182,9 @@ class KVStore:
             namespace: of the keys.
             keys: a chain, in order.
             out: where to put the objects; what is in an array whose result is None is undefined.
+
+        Raises:
+            BadRequest: the namespace is not open, or an array of `out` has not its object's size.
         """
         arrays: list[Array | None] = [None] * len(keys)
         promise = self._loop.run(self._client.acquire(namespace, keys, self._timeout_s + 1.0))
@@ -200,7 +215,7 @@ class KVStore:
     def _push_item(self, namespace: Namespace, grant: Grant, array: Array) -> PushItem:
         assert grant.granted is not None, "only what was granted is written"
         size_bytes = grant.item.size_bytes
-        part = self._geometries[namespace].whole(size_bytes)
+        part = self._geometry(namespace).whole(size_bytes)
         source: int | Callable[[memoryview], None]
         source = array.ctypes.data if self._is_registered(array) else _filler(array)
         return PushItem(_extents(grant.granted.extents), size_bytes, part, source)
@@ -222,11 +237,14 @@ class KVStore:
         out: Sequence[Array] | None,
     ) -> None:
         """Pulls copies from one node and enters those that verified; asks the node to verify the others."""
-        geometry = self._geometries[namespace]
+        geometry = self._geometry(namespace)
         targets = [
             np.empty(answer.size_bytes, np.uint8) if out is None else out[index]
             for index, _, answer in copies
         ]
+        for (_, _, answer), target in zip(copies, targets, strict=True):
+            if target.nbytes != answer.size_bytes:
+                raise BadRequest(f"an object of {answer.size_bytes} bytes does not go into {target.nbytes}")
         items = [
             PullItem(
                 _extents(answer.extents),
@@ -243,6 +261,12 @@ class KVStore:
                 arrays[index] = target
             elif result.corrupt:
                 self._loop.run(self._client.suspect(namespace, copy))
+
+    def _geometry(self, namespace: Namespace) -> Geometry:
+        geometry = self._geometries.get(namespace)
+        if geometry is None:
+            raise BadRequest(f"namespace {namespace.hex()[:16]} is not open here: call open(manifest) first")
+        return geometry
 
     def _is_registered(self, array: Array) -> bool:
         start, end = array.ctypes.data, array.ctypes.data + array.nbytes

@@ -1,0 +1,170 @@
+"""The blocking facade over a real control endpoint; bytes move in process."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from kvstore.client import KVStore, LoopThread, Put
+from kvstore.core import BadRequest, Namespace, PeerLost
+from kvstore.transfer import Fault, InProcessNetwork, InProcessTransfer
+from tests.support import free_port
+from tests.support.control_node import MANIFEST, NAMESPACE, OBJECT_BYTES, ControlNode, chain
+
+KEYS = chain(4)
+
+
+@pytest.fixture
+def network() -> InProcessNetwork:
+    return InProcessNetwork()
+
+
+@pytest.fixture
+def node(network):
+    """A node on a loop of its own: the facade blocks the test's thread."""
+    loop = LoopThread("node")
+    node = ControlNode(network)
+    loop.run(node.start())
+    yield node
+    loop.run(node.stop())
+    loop.stop()
+
+
+@pytest.fixture
+def transfer(network):
+    transfer = InProcessTransfer(network, "client")
+    yield transfer
+    transfer.close()
+
+
+@pytest.fixture
+def store(node, transfer):
+    with KVStore(node.address, transfer=transfer, staging_bytes=4 * OBJECT_BYTES) as store:
+        store.open(MANIFEST)
+        yield store
+
+
+def array(seed: int, size_bytes: int = OBJECT_BYTES) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)
+
+
+def puts(keys=KEYS) -> list[Put]:
+    return [
+        Put(key, array(depth), keys[depth - 1] if depth else None, depth) for depth, key in enumerate(keys)
+    ]
+
+
+def test_an_object_comes_back_as_it_was_put(store) -> None:
+    assert store.get(NAMESPACE, KEYS[0]) is None
+    assert not store.exists(NAMESPACE, KEYS[0])
+    assert store.put(NAMESPACE, KEYS[0], array(1))
+    assert store.exists(NAMESPACE, KEYS[0])
+    got = store.get(NAMESPACE, KEYS[0])
+    assert got is not None
+    assert np.array_equal(got, array(1))
+
+
+def test_the_first_bytes_of_a_key_win(store) -> None:
+    assert store.put(NAMESPACE, KEYS[0], array(1))
+    assert store.put(NAMESPACE, KEYS[0], array(2)), "it can be had, by whomever it was written"
+    got = store.get(NAMESPACE, KEYS[0])
+    assert got is not None
+    assert np.array_equal(got, array(1))
+
+
+def test_any_dtype_and_shape_and_stride_is_put_and_got(store) -> None:
+    shaped = array(3).view(np.float32).reshape(16, -1)
+    assert store.put(NAMESPACE, KEYS[0], shaped[::-1])
+    out = np.empty_like(shaped)
+    assert store.get(NAMESPACE, KEYS[0], out) is out
+    assert out.tobytes() == shaped[::-1].tobytes()
+
+
+def test_a_chain_is_got_up_to_its_first_gap(store) -> None:
+    chain_of_puts = puts()
+    assert store.put_many(NAMESPACE, [chain_of_puts[0], chain_of_puts[1], chain_of_puts[3]]) == [True] * 3
+    got = store.get_many(NAMESPACE, KEYS)
+    assert [one is not None for one in got] == [True, True, False, False]
+
+
+def test_registered_memory_moves_without_staging(store, node, transfer) -> None:
+    memory = np.concatenate([array(seed) for seed in range(4)] * 2)
+    store.register(memory)
+    slices = [memory[i * OBJECT_BYTES : (i + 1) * OBJECT_BYTES] for i in range(8)]
+    sources, targets = slices[:4], slices[4:]
+    for target in targets:
+        target[:] = 0
+    slots = store._staging.take
+    store._staging.take = lambda *_: pytest.fail("staging was used")
+    assert (
+        store.put_many(NAMESPACE, [Put(key, source) for key, source in zip(KEYS, sources, strict=True)])
+        == [True] * 4
+    )
+    assert all(one is not None for one in store.get_many(NAMESPACE, KEYS, targets))
+    store._staging.take = slots
+    assert np.array_equal(memory[: 4 * OBJECT_BYTES], memory[4 * OBJECT_BYTES :])
+
+
+def test_everything_is_given_back(store, node) -> None:
+    store.put_many(NAMESPACE, puts())
+    store.get_many(NAMESPACE, KEYS)
+    store.exists(NAMESPACE, KEYS[0])
+    snapshot = node.store.snapshot()
+    assert (snapshot.leases, snapshot.reservations) == (0, 0)
+
+
+@pytest.mark.parametrize("fault", [Fault.REFUSE, Fault.FAIL])
+def test_a_failed_push_leaves_nothing_visible_and_nothing_reserved(store, node, network, fault) -> None:
+    plan = network.plan(fault, at_byte=100, reads=False)
+    assert store.put_many(NAMESPACE, puts()[:1]) == [False]
+    assert plan.hits == 1
+    assert not store.exists(NAMESPACE, KEYS[0])
+    assert node.store.snapshot().reservations == 0
+    assert store.put_many(NAMESPACE, puts()[:1]) == [True]
+
+
+def test_a_bit_that_flips_in_the_nodes_memory_is_a_miss_and_drops_the_copy(store, node) -> None:
+    """Mutant: hand out what does not verify."""
+    store.put_many(NAMESPACE, puts())
+    for page in range(node.arena.page_count):
+        node.arena.view(page * node.arena.page_bytes, 1)[0] ^= 1
+    assert store.get_many(NAMESPACE, KEYS) == [None] * 4
+    assert not store.exists(NAMESPACE, KEYS[0])
+
+
+def test_a_bit_that_flips_on_the_way_is_a_miss_and_keeps_the_copy(store, network) -> None:
+    store.put_many(NAMESPACE, puts())
+    plan = network.plan(Fault.FLIP, at_byte=5, writes=False)
+    assert store.get(NAMESPACE, KEYS[0]) is None
+    assert plan.hits == 1
+    assert store.get(NAMESPACE, KEYS[0]) is not None
+
+
+def test_no_node_says_what_to_do() -> None:
+    with pytest.raises(PeerLost, match="kvstore serve"), KVStore(f"127.0.0.1:{free_port()}"):
+        pass
+    assert not any(thread.name == "kvstore-client" for thread in threading.enumerate())
+
+
+def test_an_object_of_an_impossible_size_is_refused_with_the_right_ones(store) -> None:
+    with pytest.raises(BadRequest, match="multiples of 2048"):
+        store.put(NAMESPACE, KEYS[0], np.zeros(100, np.uint8))
+    store.put(NAMESPACE, KEYS[0], array(1))
+    with pytest.raises(BadRequest, match="does not go into"):
+        store.get(NAMESPACE, KEYS[0], np.zeros(100, np.uint8))
+
+
+def test_a_namespace_that_is_not_open_is_refused(store) -> None:
+    unknown = Namespace(b"n" * 32)
+    with pytest.raises(BadRequest, match="open"):
+        store.get(unknown, KEYS[0])
+    with pytest.raises(BadRequest, match="open"):
+        store.put(unknown, KEYS[0], array(1))
+
+
+def test_a_loop_thread_cancels_what_is_left() -> None:
+    loop = LoopThread("test")
+    forever = loop.submit(asyncio.Event().wait())
+    loop.stop()
+    assert forever.cancelled()
