@@ -35,7 +35,7 @@ class AdminServer:
         self._view = first
         self._objects = objects
         self._control_loop: asyncio.AbstractEventLoop | None = None
-        self._stopping = False
+        self._ready = False
         self._registry = registry_of(lambda: self._view)
         self.routes = (
             Route("/healthz", "the process lives and its control loop turns", self._healthz, open=True),
@@ -59,9 +59,9 @@ class AdminServer:
         """What is shown from now on: frozen, so that the other thread reads it without a lock."""
         self._view = view
 
-    def not_ready(self) -> None:
-        """The node is about to stop: load balancers should look elsewhere."""
-        self._stopping = True
+    def ready(self, now: bool) -> None:
+        """Whether the node serves: not before it has said so, and not any more when it is about to stop."""
+        self._ready = now
 
     def stop(self) -> None:
         """Gives the port back."""
@@ -74,8 +74,8 @@ class AdminServer:
         return answer({"status": "ok"})
 
     async def _readyz(self, request: web.Request) -> web.Response:
-        if self._stopping:
-            return failure(503, "the node is stopping")
+        if not self._ready:
+            return failure(503, "the node is starting or stopping")
         return await self._healthz(request)
 
     async def _metrics(self, request: web.Request) -> web.Response:

@@ -41,11 +41,11 @@ from kvstore.wire import BootId, NodeId, Welcome
 
 @dataclass(frozen=True)
 class Node:
-    """A node that serves. `background` is what must run until it stops, by name; `stopping` is told of the stop."""
+    """A node that serves. `background` is what must run until it stops, by name; `ready` tells probes."""
 
     banner: str
     background: dict[str, Coroutine[Any, Any, None]]
-    stopping: Callable[[], None]
+    ready: Callable[[bool], None]
 
 
 @asynccontextmanager
@@ -96,7 +96,7 @@ class _Assembly:
             "publisher": self._publisher.run(),
             "manifests": manifests.run(),
         }
-        return Node(self._banner(admin_address), background, self._admin.not_ready)
+        return Node(self._banner(admin_address), background, self._admin.ready)
 
     async def _start_redis(self) -> EmbeddedRedis | None:
         if self._config.redis.url:

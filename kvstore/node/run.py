@@ -40,8 +40,9 @@ async def _run(config: Config) -> None:
         print(node.banner, flush=True)  # noqa: T201  (what the user came for)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(work, name=name) for name, work in node.background.items()]
+            node.ready(True)
             await stop.wait()
-            node.stopping()
+            node.ready(False)
             for task in background:
                 task.cancel()
     log.info("stopped")

@@ -42,6 +42,7 @@ async def serving(objects=listing, **changes: Any) -> AsyncIterator[tuple[AdminS
     """An AdminServer, and (path) -> (status, text) that leaves the loop free."""
     server = AdminServer(("127.0.0.1", 0), b"", a_view(**changes), objects)
     host, port = server.start()
+    server.ready(True)
 
     def ask(path: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection(host, port, timeout=10)
@@ -74,9 +75,9 @@ async def test_health_is_the_control_loop_turning() -> None:
 
 async def test_a_node_that_stops_is_alive_and_not_ready() -> None:
     async with serving() as (server, get):
-        server.not_ready()
+        server.ready(False)
         assert (await get("/healthz"))[0] == 200
-        assert await get("/readyz") == (503, '{\n "error": "the node is stopping"\n}\n')
+        assert await get("/readyz") == (503, '{\n "error": "the node is starting or stopping"\n}\n')
 
 
 async def test_stats_are_the_view_as_json() -> None:
