@@ -146,7 +146,8 @@ class _Assembly:
     def _start_admin(self) -> tuple[AdminServer, str]:
         admin = AdminServer(self._admin_listen, self._token, self._view(), self._objects)
         address = join_address(*admin.start())
-        self._stack.callback(admin.stop)
+        # In a thread: a listing under way still wants an answer of this loop.
+        self._stack.push_async_callback(asyncio.to_thread, admin.stop)
         return admin, address
 
     # --- what the rooms ask for ---------------------------------------------------------------------

@@ -115,10 +115,12 @@ def _check_addresses(config: Config, origins: Origins) -> None:
             f"control.listen is {config.control.listen}, which engines cannot connect to: set the host name or "
             "IP address that they use (--node-advertise HOST)",
         )
-    if ":" in config.node.advertise and not _is_ip(config.node.advertise):
-        raise _refuse(
-            origins, "node.advertise", f"{config.node.advertise!r} must be a host only, without a port"
-        )
+    for name, value in {
+        "node.advertise": config.node.advertise,
+        "transfer.host": config.transfer.host,
+    }.items():
+        if ":" in value and not _is_ip(value):
+            raise _refuse(origins, name, f"{value!r} must be a host only, without a port")
 
 
 def _is_ip(text: str) -> bool:

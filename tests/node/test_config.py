@@ -129,6 +129,7 @@ def test_an_arena_is_rounded_down_to_whole_pages() -> None:
             ["node.advertise", "cannot connect to"],
         ),
         ("[node]\nadvertise = 'host:7400'\n", 2, ["without a port"]),
+        ("[transfer]\nhost = 'host:15000'\n", 2, ["transfer.host", "without a port"]),
         ("[auth]\ntoken_file = '/nowhere/token'\n", 2, ["/nowhere/token cannot be read: No such file"]),
         ("[log]\nfile = '/nowhere/node.log'\n", 2, ["/nowhere does not exist", "log.file"]),
         ("[log]\nfile = '/tmp'\n", 2, ["/tmp is a directory"]),
