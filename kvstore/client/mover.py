@@ -1,7 +1,7 @@
 """The mover: objects between this process's memory and a node's arena; blocking, bounded by a deadline.
 
-    push   take a slot | fill it, hash it | write ------------------> end: slot back
-    pull   take a slot | read -----------------> hash it, compare, sink | slot back
+    push   take a slot | fill it | write, hash it meanwhile ----------> end: slot back
+    pull   take a slot | read ----------------> hash it, compare, sink | slot back
 
 Objects overlap: while one is moving, the next one is filled and hashed, or the previous one is verified and
 scattered. The bytes that are hashed are the mover's own: after a pull nobody else can change them between
@@ -85,6 +85,8 @@ class _Push(Job[PushResult]):
     def before(self, view: memoryview) -> None:
         if not isinstance(self._source, int):
             self._source(view)
+
+    def meanwhile(self, view: memoryview) -> None:
         self._checksums = checksums(view, self.part.runs)
 
     def after(self, view: memoryview) -> PushResult:

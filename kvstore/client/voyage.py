@@ -1,6 +1,6 @@
 """A voyage: one call of the mover, a window of objects under way to or from one node.
 
-    begin    take a slot (or the caller's memory), `Job.before`, submit the first batch
+    begin    take a slot (or the caller's memory), `Job.before`, submit the first batch, `Job.meanwhile`
     finish   wait, submit the next batch while there is one, `Job.after`, slot back
 
 The window holds at most one batch of bytes, or a single object of any size. The oldest flight is always
@@ -37,6 +37,9 @@ class Job(ABC, Generic[R]):
     @abstractmethod
     def before(self, view: memoryview) -> None:
         """Called with the part's memory before it moves."""
+
+    def meanwhile(self, view: memoryview) -> None:
+        """Called once the first batch has been submitted; may look at the bytes that are being sent."""
 
     @abstractmethod
     def after(self, view: memoryview) -> R:
@@ -128,11 +131,13 @@ class Voyage:
                     job.before(flight.view)
                     flight.batches.extend(_batches(self._pieces(flight)))
                     self._start_batch(flight)
+                    job.meanwhile(flight.view)
         except TransferFailed as error:
             self._down = str(error)
             flight.result = job.missed(MissReason.NODE_DOWN, self._down, moving=False, failed=False)
         except Exception as error:  # noqa: BLE001 - whatever a caller's source raises is this object's result
-            flight.result = job.missed(None, f"its source failed: {error!r}", moving=False, failed=False)
+            moving = flight.handle is not None
+            flight.result = job.missed(None, f"its source failed: {error!r}", moving=moving, failed=False)
         except BaseException:
             self._let_go(flight)
             raise

@@ -25,7 +25,7 @@ from kvstore.transfer.base import Handle, Piece, Status
 from kvstore.transfer.environment import check_devices, prepare_environment
 from kvstore.transfer.pieces import merge
 
-_POLL_S_MIN, _POLL_S_MAX = 50e-6, 2e-3
+_POLL_S_MIN, _POLL_S_MAX = 50e-6, 1e-3
 _UNREGISTER_MARGIN_S = 5.0
 _CLOSE_S = 6.0  # Mooncake gives up connecting after 5
 
