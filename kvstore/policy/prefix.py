@@ -154,8 +154,6 @@ class PrefixLru:
             self._unqueue(entry, self._entries[entry])
 
     def _expose(self, entry: Hashable, held: _Entry) -> None:
-        if held.exposed == held.used:
-            return
         held.exposed = held.used
         heappush(self._exposed, (not held.cold, held.used, entry))
         if len(self._exposed) > 2 * len(self._entries) + _STALE_RECORDS_MIN:
