@@ -48,10 +48,15 @@ class Writing:
         duration_s: float,
     ) -> tuple[ReserveAnswer, ...]:
         """Grants what there is room for. See `Store.reserve`."""
-        for item in items:
-            namespace.pages_of(item.size_bytes)  # before anything has changed
+        for item in items:  # before anything has changed
+            namespace.pages_of(item.size_bytes)
             if item.depth < 0:
                 raise BadRequest(f"a chunk's depth counts from 0, it cannot be {item.depth}")
+            listed = self._listing.objects.get(item.key)
+            if listed is not None and listed.namespace is not namespace:
+                raise BadRequest(
+                    f"the key {item.key.hex()[:16]} belongs to another namespace: keys cannot be shared"
+                )
         alone = not self._clients.others_active(client, now_s)
         end_s = now_s + min(duration_s, limits.RESERVATION_S_MAX)
         return tuple(self._reserve(client, namespace, item, now_s, end_s, alone=alone) for item in items)
