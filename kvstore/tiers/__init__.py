@@ -1,6 +1,59 @@
-"""Bytes at rest: the DRAM arena and the pages of a tier."""
+"""Bytes at rest: the DRAM arena, the pages of a tier, and objects on NVMe."""
 
 from kvstore.tiers.arena import Arena
+from kvstore.tiers.nvme import (
+    Device,
+    DeviceDown,
+    DeviceRefused,
+    FileDevice,
+    Get,
+    Label,
+    Mounted,
+    NewObject,
+    NvmeConfig,
+    NvmeDevice,
+    NvmeStats,
+    NvmeTier,
+    PagesFailed,
+    Placed,
+    Record,
+    Refusal,
+    Scrubbed,
+    Volume,
+    aligned,
+    create_file,
+    format_device,
+    mount,
+    read_label,
+    scrub,
+)
 from kvstore.tiers.pages import PageAllocator
 
-__all__ = ["Arena", "PageAllocator"]
+__all__ = [
+    "Arena",
+    "Device",
+    "DeviceDown",
+    "DeviceRefused",
+    "FileDevice",
+    "Get",
+    "Label",
+    "Mounted",
+    "NewObject",
+    "NvmeConfig",
+    "NvmeDevice",
+    "NvmeStats",
+    "NvmeTier",
+    "PageAllocator",
+    "PagesFailed",
+    "Placed",
+    "Record",
+    "Refusal",
+    "Scrubbed",
+    "Volume",
+    "aligned",
+    "create_file",
+    "format_device",
+    "mount",
+    "read_label",
+    "scrub",
+]

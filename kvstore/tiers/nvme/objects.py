@@ -1,0 +1,360 @@
+"""The objects of a mounted device: put, get, delete. On the event loop only; bytes move in threads.
+
+    put:   verify memory | write data ...... | group commit | Record, or an error
+    get:   read data, find the table ....... | verify       | table, or an error
+           threads of the device, reads first  a thread of its own for commits
+
+A call whose caller was told `DeviceDown` goes on until its threads are done: only then are its pages free.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+from aiofiles.os import wrap
+
+from kvstore.core import Corrupt, Geometry, Key, Namespace, Run, decode_manifest, limits, pages_for
+from kvstore.tiers.nvme.committer import Committer
+from kvstore.tiers.nvme.device import DeviceDown, Pieces
+from kvstore.tiers.nvme.health import Health
+from kvstore.tiers.nvme.mounting import Mounted
+from kvstore.tiers.nvme.pieces import pieces, strands, table_of
+from kvstore.tiers.nvme.pool import IoPool, Lane
+from kvstore.tiers.nvme.records import Kind, Record
+from kvstore.tiers.nvme.space import Space
+from kvstore.tiers.nvme.volume import PagesFailed
+from kvstore.tiers.nvme.wear import WearBudget
+from kvstore.wire import Generation
+
+_Move = Callable[[Pieces, Callable[[], bool]], None]
+_NOTHING = Key(bytes(limits.KEY_BYTES))
+
+
+class NewObject(NamedTuple):
+    """An object to be put. `table` must be that of its bytes."""
+
+    key: Key
+    namespace: Namespace
+    parent: Key
+    depth: int
+    generation: Generation
+    size_bytes: int
+    cold: bool
+    table: bytes
+
+
+class Refusal(StrEnum):
+    """Why an object is not taken now."""
+
+    DEVICE_DOWN = "device_down"
+    NO_ROOM = "no_room"
+    BUSY = "busy"  # too much is being written already
+    WORN = "worn"  # the wear budget is used up
+
+
+class Get(NamedTuple):
+    """An object being read into memory.
+
+    Args:
+        table: the object's table once its bytes are in memory and match it; else Corrupt or DeviceDown.
+        ended: done, in whatever way, when nothing touches the memory any more: perhaps later than `table`.
+    """
+
+    table: asyncio.Future[bytes]
+    ended: asyncio.Future[bytes]
+
+
+class Counts(msgspec.Struct):
+    """Since the start; they only grow."""
+
+    puts: int = 0
+    put_bytes: int = 0
+    gets: int = 0
+    get_bytes: int = 0
+    deletes: int = 0
+    bad_copies: int = 0
+    failed_puts: int = 0
+    failed_gets: int = 0
+
+
+class Objects:
+    """What a mounted device holds."""
+
+    def __init__(
+        self,
+        mounted: Mounted,
+        manifests: Mapping[Namespace, bytes],
+        *,
+        health: Health,
+        io: IoPool,
+        commits: IoPool,
+        wear: WearBudget,
+        counts: Counts,
+    ) -> None:
+        """Takes over what was mounted. `manifests` are those that could be read."""
+        self.volume = mounted.volume
+        self.records = {record.key: record for record in mounted.objects}
+        self.object_bytes = sum(record.size_bytes for record in mounted.objects)
+        self.manifests: dict[Namespace, bytes] = {}
+        self.space = Space(
+            self.volume.page_count, self.volume.label.slot_count, (*mounted.objects, *mounted.namespaces)
+        )
+        self.committer = Committer(self.volume, health, commits, self._stored, self._gone)
+        self.writing_bytes = 0
+        self.counts = counts
+        self._health = health
+        self._reads, self._writes, self._background = io.lanes
+        self._threads = io.threads
+        self._wear = wear
+        self._geometries: dict[Namespace, Geometry] = {}
+        self._namespaces: dict[Namespace, Record] = {}  # their manifests are on the device, or in the queue
+        self._writing: dict[Record, None] = {}  # their data is being written
+        self._reading: dict[Record, int] = {}  # how many gets read them
+        self._leaving: dict[Record, None] = {}  # deleted, but still being read
+        for namespace, manifest in manifests.items():
+            self.open_namespace(namespace, manifest)
+        for record in mounted.namespaces:
+            if record.namespace in manifests:
+                self._namespaces[record.namespace] = record
+            else:
+                self.committer.free(record)
+
+    def open_namespace(self, namespace: Namespace, manifest: bytes) -> None:
+        """Makes a namespace known; its manifest is kept with its objects.
+
+        Raises:
+            BadRequest: it is not a manifest.
+        """
+        if namespace not in self._geometries:
+            self._geometries[namespace] = decode_manifest(manifest).geometry
+            self.manifests[namespace] = manifest
+
+    def pages_of(self, size_bytes: int) -> int:
+        """Pages of an object of this size."""
+        return pages_for(size_bytes, self.volume.label.page_bytes)
+
+    def refuses(self, size_bytes: int) -> Refusal | None:
+        """Whether, and why, an object of this size would not be taken now."""
+        if not self._health.up:
+            return Refusal.DEVICE_DOWN
+        if self.writing_bytes and self.writing_bytes + size_bytes > limits.NVME_WRITING_BYTES_MAX:
+            return Refusal.BUSY
+        if self.pages_of(size_bytes) > self.space.free_pages:
+            return Refusal.NO_ROOM
+        return None
+
+    # --- put ----------------------------------------------------------------------------------------
+
+    async def put(self, new: NewObject, memory: Sequence[memoryview]) -> Record | Refusal:
+        """See `NvmeDevice.put`."""
+        refusal = self.refuses(new.size_bytes)
+        if refusal is not None:
+            return refusal
+        record = self._place(new)
+        if record is None:
+            return Refusal.NO_ROOM
+        if not self._wear.take(new.size_bytes):
+            self.space.free(record)
+            return Refusal.WORN
+        self._writing[record] = None
+        self.writing_bytes += new.size_bytes
+        work = asyncio.get_running_loop().create_task(self._put(record, new.table, memory))
+        try:
+            return await self._health.unless_down(work)
+        except (Corrupt, PagesFailed, DeviceDown):
+            self.counts.failed_puts += 1
+            raise
+
+    async def _put(self, record: Record, table: bytes, memory: Sequence[memoryview]) -> Record:
+        try:
+            await self._write(record, table, memory)
+            await self.committer.put(record, table)
+        finally:
+            self.writing_bytes -= record.size_bytes
+        return record
+
+    def _stored(self, record: Record) -> None:
+        """A record is durable."""
+        if record.kind is Kind.NAMESPACE:
+            return
+        self.records[record.key] = record
+        self.object_bytes += record.size_bytes
+        self.counts.puts += 1
+        self.counts.put_bytes += record.size_bytes
+
+    async def _write(self, record: Record, table: bytes, memory: Sequence[memoryview]) -> None:
+        """Verifies memory and writes it to the record's pages; frees them when that fails."""
+        failure = self._health.failure
+        try:
+            if await wrap(table_of)(memory, self._runs(record), executor=self._writes) != table:
+                self.counts.bad_copies += 1
+                raise Corrupt(f"the copy of {record.key.hex()[:16]} in memory does not match its table")
+            moved = self._pieces(record, memory)
+            await self._in_strands(self.volume.write, moved, self._threads - 1, self._writes, failure)
+            if failure.done():
+                failure.result()
+        except PagesFailed:
+            self.space.fail(record)
+            raise
+        except DeviceDown as error:
+            self.space.free(record)
+            self._trip(error, failure)
+            raise
+        except BaseException:
+            self.space.free(record)
+            raise
+        finally:
+            del self._writing[record]
+
+    def _place(self, new: NewObject) -> Record | None:
+        """A record with pages and slots for a new object, after one for its manifest if need be."""
+        assert new.key not in self.records, "a key has one copy in a tier"
+        if not self._place_manifest(new.namespace):
+            return None
+        room = self.space.allocate(self.pages_of(new.size_bytes), len(new.table))
+        if room is None:
+            return None
+        return Record(
+            kind=Kind.OBJECT,
+            key=new.key,
+            namespace=new.namespace,
+            parent=new.parent,
+            depth=new.depth,
+            generation=new.generation,
+            size_bytes=new.size_bytes,
+            cold=new.cold,
+            sequence=self.volume.next_sequence(),
+            extents=room[0],
+            slots=room[1],
+        )
+
+    def _place_manifest(self, namespace: Namespace) -> bool:
+        """Whether the namespace's manifest is on the device, or in the queue before what is put next."""
+        if namespace in self._namespaces:
+            return True
+        manifest = self.manifests[namespace]
+        room = self.space.allocate(0, len(manifest))
+        if room is None:
+            return False
+        record = Record(
+            kind=Kind.NAMESPACE,
+            key=Key(namespace),
+            namespace=namespace,
+            parent=_NOTHING,
+            depth=0,
+            generation=Generation(bytes(limits.GENERATION_BYTES)),
+            size_bytes=len(manifest),
+            cold=False,
+            sequence=self.volume.next_sequence(),
+            extents=(),
+            slots=room[1],
+        )
+        self._namespaces[namespace] = record
+        self.committer.put(record, manifest)
+        return True
+
+    # --- get ----------------------------------------------------------------------------------------
+
+    def get(self, record: Record, memory: Sequence[memoryview], *, background: bool) -> Get:
+        """See `NvmeDevice.get`."""
+        self._health.check()
+        loop = asyncio.get_running_loop()
+        work = loop.create_task(self._get(record, memory, self._background if background else self._reads))
+        return Get(loop.create_task(self._health.unless_down(work)), work)
+
+    async def _get(self, record: Record, memory: Sequence[memoryview], lane: Lane) -> bytes:
+        failure = self._health.failure
+        self._reading[record] = self._reading.get(record, 0) + 1
+        try:
+            table = await self._read(record, memory, lane, failure)
+        except Corrupt:
+            self.counts.bad_copies += 1
+            raise
+        except DeviceDown as error:
+            self.counts.failed_gets += 1
+            self._trip(error, failure)
+            raise
+        finally:
+            self._read_ended(record)
+        self.counts.gets += 1
+        self.counts.get_bytes += record.size_bytes
+        return table
+
+    async def _read(
+        self, record: Record, memory: Sequence[memoryview], lane: Lane, failure: asyncio.Future[None]
+    ) -> bytes:
+        """Reads and verifies; returns the table."""
+        finding = asyncio.ensure_future(wrap(self.volume.payload)(record, executor=lane))
+        try:
+            await self._in_strands(
+                self.volume.read, self._pieces(record, memory), self._threads, lane, failure
+            )
+        except PagesFailed as error:
+            raise Corrupt(f"{record.key.hex()[:16]} cannot be read: {error}") from error
+        finally:
+            await asyncio.wait({finding})
+        table = finding.result()
+        if await wrap(table_of)(memory, self._runs(record), executor=lane) != table:
+            raise Corrupt(f"the copy of {record.key.hex()[:16]} on {self.volume.device.name} is damaged")
+        return table
+
+    def _read_ended(self, record: Record) -> None:
+        self._reading[record] -= 1
+        if self._reading[record]:
+            return
+        del self._reading[record]
+        if record in self._leaving:
+            del self._leaving[record]
+            self.committer.free(record)
+
+    # --- delete -------------------------------------------------------------------------------------
+
+    def delete(self, record: Record) -> None:
+        """See `NvmeDevice.delete`."""
+        assert self.records.get(record.key) is record, "another object has this key, or none"
+        del self.records[record.key]
+        self.object_bytes -= record.size_bytes
+        self.counts.deletes += 1
+        if record in self._reading:
+            self._leaving[record] = None
+        else:
+            self.committer.free(record)
+
+    def _gone(self, record: Record) -> None:
+        """Nothing on the device knows the record any more."""
+        if self._namespaces.get(record.namespace) is record:
+            del self._namespaces[record.namespace]
+        self.space.free(record)
+
+    # --- both ---------------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Asserts that bytes, pages and slots add up. Slow: it looks at all."""
+        kept = self.records.values()
+        assert self.object_bytes == sum(record.size_bytes for record in kept), "object bytes are miscounted"
+        elsewhere = (*self._namespaces.values(), *self._writing, *self._leaving, *self.committer.records())
+        self.space.audit({*kept, *elsewhere})
+
+    def _runs(self, record: Record) -> Iterable[Run]:
+        return self._geometries[record.namespace].runs(record.size_bytes)
+
+    def _pieces(self, record: Record, memory: Sequence[memoryview]) -> Pieces:
+        return pieces(record.extents, self.volume.label.page_bytes, record.size_bytes, memory)
+
+    async def _in_strands(
+        self, call: _Move, moved: Pieces, width: int, lane: Lane, failure: asyncio.Future[None]
+    ) -> None:
+        """Moves pieces in several threads; returns, or raises, when all of them are done."""
+        moving = wrap(call)
+        work = [moving(strand, failure.done, executor=lane) for strand in strands(moved, width)]
+        results = await asyncio.gather(*work, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in sorted(errors, key=lambda error: isinstance(error, PagesFailed)):
+            raise error  # a device that is down rather than pages that fail
+
+    def _trip(self, error: DeviceDown, failure: asyncio.Future[None]) -> None:
+        """The device failed; not so when that error belongs to an earlier time."""
+        if not failure.done():
+            self._health.trip(error)
