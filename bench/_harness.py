@@ -4,17 +4,18 @@
     samples = interleave({"ours": put, "raw": raw_put}, pairs=9)
     report.row("put 4 MiB", samples, against=("ours", "raw"))
     report.aim("put_vs_raw", value=0.93, aim=0.8, unit="x")
-    sys.exit(report.finish(arguments.json))
+    return report.finish(arguments.json)  # of a main that is called by `run`
 
 Runs alternate A B A B, so that a machine that slows down slows both. A missed aim is said and exits 0: speed is no
-gate on a shared machine. A wrong result raises `Wrong`, which exits 1.
+gate on a shared machine. A wrong result raises `Wrong`, and `run` exits 1.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 PAIRS_MIN = 7
 
@@ -41,6 +42,16 @@ class Samples(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.median:.3g} ({min(self.values):.3g}-{max(self.values):.3g})"
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with the exit code of `main`; 1 and a line that says so if a result was wrong."""
+    try:
+        code = main()
+    except Wrong as wrong:
+        print(f"WRONG RESULT: {wrong}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
 
 
 def parse_arguments(description: str) -> Arguments:

@@ -2,26 +2,22 @@
 
 put: reserve, hash, write, commit. get: look up, acquire, read, verify, release. Both on memory that the caller
 registered, against a real `kvstore serve`; a batch of objects of 64 MiB in total per run, as an engine moves them.
-Raw: one `batch_transfer_sync_write/read` of as many bytes, to a process that does nothing else, cut into segments of
-the size that was fastest here. All memory is pre-faulted; every get is compared with what was put.
+Raw: one `batch_transfer_sync_write/read` of as many bytes between two processes that do nothing else, cut into
+segments of the size that was fastest here. All memory is pre-faulted; every get is compared with what was put.
 
     python bench/transfer.py [--full] [--json]
 """
 
-import ctypes
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench._harness import Report, Wrong, interleave, parse_arguments
+from bench._harness import Report, Wrong, interleave, parse_arguments, run
+from bench._raw_mooncake import RawMooncake
 from kvstore.client import KVStore, Put
 from kvstore.core import Key, Manifest, Namespace, chunk_key
 from kvstore.core.limits import GIB, KIB, MIB
@@ -33,7 +29,6 @@ SEGMENT_BYTES = [256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB]
 AIM_FROM_BYTES = 4 * MIB
 AIM = 0.8
 LAYERS, HEADS, TOKENS = 32, 8, 256
-PEER = "--raw-peer"
 
 Bytes = NDArray[np.uint8]
 
@@ -99,71 +94,6 @@ class Stack:
         return speed
 
 
-class Raw:
-    """The same bytes by Mooncake alone."""
-
-    def __init__(self, peer: str, remote: int, source: Bytes, target: Bytes) -> None:
-        from mooncake.engine import TransferEngine  # noqa: PLC0415 - only here is it used without our seam
-
-        self._engine: Any = TransferEngine()
-        if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") != 0:
-            raise Wrong("Mooncake did not start")
-        self._peer, self._remote = peer, remote
-        self._memory = source, target
-        self._source, self._target = source.ctypes.data, target.ctypes.data
-        for address in (self._source, self._target):
-            if self._engine.register_memory(address, BATCH_BYTES) != 0:
-                raise Wrong("Mooncake did not register the memory")
-
-    def put(self, segment_bytes: int) -> float:
-        return self._move(self._engine.batch_transfer_sync_write, self._source, segment_bytes)
-
-    def get(self, segment_bytes: int) -> float:
-        return self._move(self._engine.batch_transfer_sync_read, self._target, segment_bytes)
-
-    def _move(self, move: Callable[..., int], local: int, segment_bytes: int) -> float:
-        offsets = range(0, BATCH_BYTES, segment_bytes)
-        pieces = (
-            [local + at for at in offsets],
-            [self._remote + at for at in offsets],
-            [segment_bytes] * len(offsets),
-        )
-        codes: list[int] = []
-        speed = timed(lambda: codes.append(move(self._peer, *pieces)))
-        if codes != [0]:
-            raise Wrong(f"Mooncake answered {codes}")
-        return speed
-
-
-def raw_peer() -> None:
-    """A process that offers memory to raw Mooncake until its input ends."""
-    from mooncake.engine import TransferEngine  # noqa: PLC0415
-
-    memory = np.ones(BATCH_BYTES, np.uint8)
-    engine: Any = TransferEngine()
-    engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
-    engine.register_memory(memory.ctypes.data, BATCH_BYTES)
-    print("ready", f"127.0.0.1:{engine.get_rpc_port()}", memory.ctypes.data, flush=True)
-    sys.stdin.read()
-
-
-@contextmanager
-def running_peer() -> Iterator[tuple[str, int]]:
-    """The name and address of a raw peer's memory."""
-    with subprocess.Popen(
-        [sys.executable, __file__, PEER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "MC_FORCE_TCP": "1"},
-        text=True,
-    ) as peer:
-        assert peer.stdout and peer.stdin
-        words = next(line.split() for line in peer.stdout if line.startswith("ready"))
-        yield words[1], int(words[2])
-        peer.stdin.close()
-
-
 def best_segment(measure: Callable[[int], float]) -> int:
     """The segment size at which raw Mooncake is fastest here: by its best of five runs each, interleaved."""
     best = dict.fromkeys(SEGMENT_BYTES, 0.0)
@@ -173,27 +103,22 @@ def best_segment(measure: Callable[[int], float]) -> int:
     return max(best, key=best.__getitem__)
 
 
-def new_memory(fill: bytes | None) -> Bytes:
-    """A batch's memory, touched: with these bytes over and over, or zeros."""
-    memory = np.zeros(BATCH_BYTES, np.uint8)
-    ctypes.memset(memory.ctypes.data, 0, BATCH_BYTES)
-    if fill:
-        memory[:] = np.frombuffer(fill * (BATCH_BYTES // len(fill)), np.uint8)
-    return memory
-
-
 def main() -> int:
     """Measures and prints; the exit code."""
     arguments = parse_arguments(__doc__ or "")
-    pairs = 25 if arguments.full else 9
+    pairs = 25 if arguments.full else 11
     report = Report("Objects through the whole stack, beside raw Mooncake over loopback TCP", "GB/s")
     worst = {"put": float("inf"), "get": float("inf")}
-    source, target = new_memory(os.urandom(MIB)), new_memory(None)
+    source = np.random.default_rng().integers(0, 256, BATCH_BYTES, np.uint8)
+    target = np.full(BATCH_BYTES, 1, np.uint8)  # touched, unlike zeros
     arena = str(GIB)  # a small object takes a whole page, and a batch may reserve 30 % of them
-    with running_node(dram_size_bytes=arena) as node, running_peer() as peer, KVStore(node.control) as store:
+    with (
+        running_node(dram_size_bytes=arena) as node,
+        RawMooncake(BATCH_BYTES) as raw,
+        KVStore(node.control) as store,
+    ):
         store.register(source)
         store.register(target)
-        raw = Raw(*peer, new_memory(os.urandom(MIB)), new_memory(None))
         segments = {"put": best_segment(raw.put), "get": best_segment(raw.get)}
         for object_bytes in OBJECT_BYTES:
             stack = Stack(store, object_bytes, source, target)
@@ -212,7 +137,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if PEER in sys.argv:
-        raw_peer()
-    else:
-        sys.exit(main())
+    run(main)
