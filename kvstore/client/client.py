@@ -7,6 +7,7 @@ is down is an answer (a reason), not an exception; a call that is cancelled give
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from kvstore.client.writing import Writer
 from kvstore.core import BadRequest, Key, Manifest, Namespace, PeerLost, limits
 from kvstore.index import Index
 from kvstore.wire import CommitAnswer, Hello, NodeId, Report, ReportItem, ReserveItem, Welcome
+
+log = logging.getLogger(__name__)
 
 PRUNE_ROUNDS = 30  # of the heartbeat; then connections that were not used are given up
 
@@ -231,8 +234,11 @@ class Client:
         rounds = 0
         while True:
             await asyncio.sleep(limits.HEARTBEAT_S)
-            await self._round()
             rounds += 1
+            try:
+                await self._round()
+            except Exception:
+                log.exception("a bug of the client: it may not notice what changes in the fleet")
             if rounds % PRUNE_ROUNDS == 0:
                 self._peers.prune()
 

@@ -15,7 +15,7 @@ import zmq
 
 from kvstore.client.address import NodeAddress
 from kvstore.client.link import Link
-from kvstore.core import BadRequest, Namespace, NotAuthorised, Overloaded, PeerLost
+from kvstore.core import BadConfiguration, BadRequest, Namespace, NotAuthorised, Overloaded, PeerLost
 from kvstore.wire import (
     BootId,
     ClientId,
@@ -52,6 +52,9 @@ class ControlClient:
         token: the shared secret, or empty.
         manifests: encoded manifests of the namespaces in use, read whenever Hello is due.
         context: ZMQ context to share; None: one of its own.
+
+    Raises:
+        BadConfiguration: `control` is no address.
     """
 
     def __init__(
@@ -68,8 +71,13 @@ class ControlClient:
         self.welcome: Welcome | None = None
         self.boots_seen = 0
         self._manifests = {} if manifests is None else manifests
-        self._own_context = zmq.Context(io_threads=1) if context is None else None
-        self._link = Link(control, client, token, context or self._own_context or zmq.Context.instance())
+        used = zmq.Context(io_threads=1) if context is None else context
+        self._own_context = used if context is None else None
+        try:
+            self._link = Link(control, client, token, used)
+        except BadConfiguration:
+            self._end_context()
+            raise
         self._boot: BootId | None = None
         self._greeted: set[Namespace] = set()
         self._greeting = asyncio.Lock()
@@ -122,6 +130,9 @@ class ControlClient:
     def close(self) -> None:
         """Ends the connection."""
         self._link.close()
+        self._end_context()
+
+    def _end_context(self) -> None:
         if self._own_context is not None:
             self._own_context.term()
 

@@ -13,14 +13,13 @@ from itertools import count
 
 import zmq
 
-from kvstore.core import BadRequest, PeerLost, limits
+from kvstore.core import BadConfiguration, BadRequest, PeerLost, limits
 from kvstore.wire import VERSION, ClientId, Reply, Request, RequestBody, decode_reply, encode
 
 RECONNECT_MS = 50
 RECONNECT_MS_MAX = 1_000
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 20_000
-QUEUED_FRAMES_MAX = 64
 LATE_REPLIES_MAX = 1_024
 FRAMES_PER_WAKE_UP = 64
 LINGER_MS = 100  # for the last releases
@@ -30,7 +29,11 @@ OnLate = Callable[[Reply], None]
 
 
 class Link:
-    """Sends requests to `control` ("host:port") and matches the replies. Made and used on one running loop."""
+    """Sends requests to `control` ("host:port") and matches the replies. Made and used on one running loop.
+
+    Raises:
+        BadConfiguration: `control` is no address.
+    """
 
     def __init__(
         self, control: str, client: ClientId, token: bytes, context: "zmq.Context[zmq.Socket[bytes]]"
@@ -48,11 +51,22 @@ class Link:
         self._socket = context.socket(zmq.DEALER)
         _configure(self._socket, ipv6=control.startswith("["))
         self._monitor = self._socket.get_monitor_socket(NO_CONNECTION)
-        self._socket.connect(f"tcp://{control}")
+        self._connect()
         self._closed = False
         self._loop.add_reader(self._socket, self._drain)
         self._loop.add_reader(self._monitor, self._drain_monitor)
         self._loop.call_soon(self._drain_monitor)  # a queue tells of news only once it was found empty
+
+    def _connect(self) -> None:
+        try:
+            self._socket.connect(f"tcp://{self.control}")
+        except zmq.ZMQError as error:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=0)
+            raise BadConfiguration(
+                f"{self.control!r} is no address of a node; it looks like 10.0.0.1:7400 or [fd00::1]:7400"
+            ) from error
 
     async def ask(self, body: RequestBody, on_late: OnLate | None = None) -> Reply:
         """Sends a request and waits for its reply; the caller brings the deadline.
@@ -75,6 +89,8 @@ class Link:
             return await future
         finally:
             del self._waiting[request_id]
+            if self._outbox and not self._closed:
+                self._loop.call_soon(self._drain)  # there is room for another one
             if request_id in self._unsent:
                 self._unsent.discard(request_id)
             elif on_late is not None and (not future.done() or future.cancelled()):
@@ -111,8 +127,12 @@ class Link:
             return False
         return True
 
+    def _has_to_send(self) -> bool:
+        in_flight = len(self._waiting) - len(self._unsent)
+        return bool(self._outbox) and in_flight < limits.REQUESTS_IN_FLIGHT_MAX
+
     def _flush(self) -> None:
-        while self._outbox:
+        while self._has_to_send():
             request_id, frame = self._outbox[0]
             if request_id in self._unsent:
                 if not self._send(frame):
@@ -129,7 +149,7 @@ class Link:
             events = int(self._socket.getsockopt(zmq.EVENTS))
             if events & zmq.POLLIN:
                 self._receive(self._socket.recv(zmq.DONTWAIT))
-            elif events & zmq.POLLOUT and self._outbox:
+            elif events & zmq.POLLOUT and self._has_to_send():
                 self._flush()
             else:
                 return
@@ -167,8 +187,8 @@ def _configure(dealer: "zmq.Socket[bytes]", *, ipv6: bool) -> None:
     dealer.setsockopt(zmq.IMMEDIATE, 1)
     dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-    dealer.setsockopt(zmq.SNDHWM, QUEUED_FRAMES_MAX)
-    dealer.setsockopt(zmq.RCVHWM, QUEUED_FRAMES_MAX)
+    dealer.setsockopt(zmq.SNDHWM, limits.REQUESTS_IN_FLIGHT_MAX)
+    dealer.setsockopt(zmq.RCVHWM, limits.REPLIES_QUEUED_MAX)
     dealer.setsockopt(zmq.MAXMSGSIZE, limits.FRAME_BYTES_MAX)
     dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 import zmq
@@ -16,6 +17,8 @@ from kvstore.index import NodeRecord
 from kvstore.wire import NodeId, RequestBody, Welcome
 
 log = logging.getLogger(__name__)
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):[0-9]{1,5}")
 
 
 class Peer:
@@ -131,6 +134,7 @@ class Peers:
         self._probes: set[asyncio.Task[None]] = set()
         self._peers: dict[str, Peer] = {}
         self._alive: Mapping[NodeId, NodeRecord] = {}
+        self._odd: set[str] = set()  # addresses already complained about
         self.local = self.at(config.node)
 
     def at(self, control: str) -> Peer:
@@ -156,8 +160,18 @@ class Peers:
         return peer
 
     def members(self, alive: Mapping[NodeId, NodeRecord]) -> None:
-        """Takes note of the nodes that the index says are alive."""
-        self._alive = alive
+        """Takes note of the nodes that the index says are alive, as far as what it says can be."""
+        self._alive = {node: record for node, record in alive.items() if self._is_address(record.control)}
+
+    def _is_address(self, control: str) -> bool:
+        if _ADDRESS.fullmatch(control):
+            return True
+        if control not in self._odd:
+            self._odd.add(control)
+            log.warning(
+                "a node in the index gives its address as %r: left out; see its node.advertise", control
+            )
+        return False
 
     def named(self, node: NodeId) -> Peer | None:
         """The node with this id, if it is the preferred one or alive."""

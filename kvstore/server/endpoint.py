@@ -23,7 +23,7 @@ from kvstore.server.port import port_holder
 log = logging.getLogger(__name__)
 
 BUDGET_S = 0.005  # of the loop's time per wake-up; timers and other sockets get their turn
-FRAMES_QUEUED_PER_PEER = 64  # in each direction
+FRAMES_QUEUED_PER_PEER = 64  # of requests; then the peer's connection is not read for a while
 LINGER_MS = 500  # for the last replies of a node that stops
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 20_000  # then a connection whose other end has vanished is given up
@@ -126,7 +126,7 @@ def _configure(router: "zmq.Socket[bytes]", ipv6: bool) -> None:
     router.setsockopt(zmq.IPV6, int(ipv6))
     router.setsockopt(zmq.MAXMSGSIZE, limits.FRAME_BYTES_MAX)  # a larger frame ends its connection
     router.setsockopt(zmq.RCVHWM, FRAMES_QUEUED_PER_PEER)
-    router.setsockopt(zmq.SNDHWM, FRAMES_QUEUED_PER_PEER)
+    router.setsockopt(zmq.SNDHWM, limits.REPLIES_QUEUED_MAX)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that cannot be delivered is counted
     router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

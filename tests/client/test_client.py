@@ -13,14 +13,15 @@ from kvstore.client import (
     Committed,
     Exists,
     Granted,
+    NodeId,
     Refused,
     ReportItem,
     Resident,
     Stale,
 )
 from kvstore.client.breaker import BreakerState
-from kvstore.core import BadRequest, IndexDown, MissReason, Namespace, Tier
-from kvstore.index import InProcessIndex, RedisIndex
+from kvstore.core import BadRequest, IndexDown, MissReason, Namespace, Tier, limits
+from kvstore.index import InProcessIndex, NodeRecord, RedisIndex
 from kvstore.transfer import InProcessNetwork
 from tests.support import free_port, wait_until_async
 from tests.support.control_node import (
@@ -461,3 +462,30 @@ async def test_a_breaker_probe_is_not_paid_by_a_call(nodes, client) -> None:
     assert (await client.acquire(NAMESPACE, KEYS, 1.0)).reason is MissReason.BREAKER_OPEN
     assert nodes[0].server.stats.requests == asked
     await wait_until_async(lambda: (peer.probe_if_due(), peer.breaker.state is BreakerState.CLOSED)[1])
+
+
+async def test_a_node_with_an_impossible_address_in_the_index_is_left_out(
+    nodes, index, client, caplog
+) -> None:
+    await store(nodes[0], KEYS[:2], index)
+    record = NodeRecord(node=NodeId(b"odd-node"), boot=nodes[0].boot, control="no address")
+    await index.heartbeat(record, 60.0)
+    await index.merge(record.node, dict.fromkeys(KEYS, Tier.DRAM))
+    for _ in range(3):
+        await client._directory.refresh()
+    assert len(await client.acquire(NAMESPACE, KEYS, 10.0)) == 2
+    assert caplog.text.count("'no address'") == 1
+
+
+async def test_a_bug_in_the_chores_is_logged_and_they_go_on(stack, nodes, index, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(limits, "HEARTBEAT_S", 0.01)
+    client = await stack.enter_async_context(Client(config(nodes[0]), index=index))
+    rounds = []
+
+    async def broken() -> None:
+        rounds.append(1)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(client._directory, "refresh", broken)
+    await wait_until_async(lambda: len(rounds) > 2)
+    assert "bug of the client" in caplog.text

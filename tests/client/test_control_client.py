@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.client import ControlClient
 from kvstore.client.config import new_client_id
-from kvstore.core import BadRequest, NotAuthorised, PeerLost
+from kvstore.core import BadConfiguration, BadRequest, NotAuthorised, PeerLost, limits
 from kvstore.server import ControlServer
 from kvstore.wire import (
     Abort,
@@ -16,8 +16,10 @@ from kvstore.wire import (
     Granted,
     Hello,
     LeaseId,
+    LeaseState,
     Prefetch,
     Release,
+    Renew,
     ReplyBody,
     RequestBody,
     Reserve,
@@ -98,10 +100,10 @@ async def test_a_restarted_node_is_noticed_and_the_request_is_said_again(node, c
 
 async def test_a_namespace_that_the_node_has_forgotten_is_opened_again(node, client) -> None:
     """The boot is the same; the node dropped the namespace to make room for others."""
-    ask = Reserve(NAMESPACE, tuple(items(chain(1))), 5.0)
+    ask = Acquire(NAMESPACE, tuple(chain(1)), LEASE, 5.0)
     await client.ask(ask, 5.0, namespace=NAMESPACE)
     node.store._namespaces._open.clear()
-    assert isinstance((await client.ask(ask, 5.0, namespace=NAMESPACE)).body, Reserved)
+    assert isinstance((await client.ask(ask, 5.0, namespace=NAMESPACE)).body, Acquired)
     assert node.server.stats.failures == {"namespace_unknown": 1}
 
 
@@ -257,3 +259,28 @@ class HeldReplies:
         self._monkeypatch.undo()
         for peer, frame in self.held:
             self._endpoint.send(peer, frame)
+
+
+async def test_more_requests_than_may_be_in_flight_are_all_answered(node, client) -> None:
+    """Mutant: send them all at once, and the node's queue of replies overflows."""
+    await client.hello(5.0)
+    most = 0
+
+    def watched(peer: bytes, frame: bytes) -> None:
+        nonlocal most
+        most = max(most, len(client._link._waiting) - len(client._link._unsent))
+        receive(peer, frame)
+
+    receive = node.server._endpoint._receive
+    node.server._endpoint._receive = watched
+    number = 4 * limits.REQUESTS_IN_FLIGHT_MAX
+    answers = await asyncio.gather(*(client.ask(Renew(LEASE, 1.0), 20.0) for _ in range(number)))
+    assert all(answer.body == LeaseState(0.0) for answer in answers)
+    assert most <= limits.REQUESTS_IN_FLIGHT_MAX
+    assert node.server.stats.lost_replies == 0
+
+
+@pytest.mark.parametrize("control", ["7400", "127.0.0.1:port", "127.0.0.1", "a b:1"])
+async def test_an_address_that_is_none_is_refused(control) -> None:
+    with pytest.raises(BadConfiguration, match="looks like"):
+        ControlClient(control, new_client_id())
