@@ -231,6 +231,28 @@ async def test_the_regular_pass_repairs_what_nobody_noticed(index) -> None:
         await until(repaired)
 
 
+async def test_a_pass_takes_half_of_the_way_to_redis_at_most(index) -> None:
+    """It rests after each batch for as long as the batch took. A lower bound: slow machines only add to it."""
+    node, spent = Node(index), 0.0
+    node.held = dict.fromkeys(new_keys(limits.INDEX_BATCH_KEYS_MAX * 5), Tier.DRAM)
+    merge, loop = index.merge, asyncio.get_running_loop()
+
+    async def slow(who, states) -> None:
+        nonlocal spent
+        began = loop.time()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 0.02)
+        await merge(who, states)
+        spent += loop.time() - began
+
+    index.merge = slow
+    began = loop.time()
+    async with node.running():
+        await node.settled()
+    assert len(index.merges) == 5
+    assert loop.time() - began > spent * 1.7
+
+
 async def test_a_pass_bears_a_node_that_goes_on(index) -> None:
     """Keys come and go between its slices; at the end the index holds what the node holds."""
     node, keys = Node(index), new_keys(limits.INDEX_BATCH_KEYS_MAX * 4)
