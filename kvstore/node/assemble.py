@@ -82,7 +82,12 @@ class _Assembly:
         self._transfer = self._register_arena()
         manifests = Manifests(index)
         self._store = MeteredStore(
-            self._arena.page_count, self._arena.page_bytes, PrefixLru(), self._clock, manifests.remember
+            self._arena.page_count,
+            self._arena.page_bytes,
+            PrefixLru(),
+            self._clock,
+            manifests.remember,
+            self._config.transfer.hold_s,
         )
         self._publisher = Publisher(
             index, self._node, self._store.tier_of, self._store.keys, record=self._record

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvstore.admin import MOTION_BOUNDS_S, Histogram, Motion
-from kvstore.core import Key, MissReason, Namespace
+from kvstore.core import Key, MissReason, Namespace, limits
 from kvstore.policy import Policy
 from kvstore.store import Store
 from kvstore.wire import (
@@ -72,7 +72,7 @@ class MeteredStore(Store):
     """A store with meters; answers are those of the store.
 
     Args:
-        page_count, page_bytes, policy, clock: the store's.
+        page_count, page_bytes, policy, clock, hold_s: the store's.
         on_namespace: is told of every namespace that was opened, with its manifest.
     """
 
@@ -83,8 +83,9 @@ class MeteredStore(Store):
         policy: Policy,
         clock: Callable[[], float],
         on_namespace: Callable[[Namespace, bytes], None],
+        hold_s: float = limits.HOLD_S,
     ) -> None:
-        super().__init__(page_count, page_bytes, policy, clock)
+        super().__init__(page_count, page_bytes, policy, clock, hold_s=hold_s)
         self._on_namespace = on_namespace
         self.pushes: Meter[bytes] = Meter(clock)  # by generation
         self.pulls: Meter[tuple[bytes, bytes, bytes]] = Meter(clock)  # by client, lease and key

@@ -103,6 +103,12 @@ class TransferSection:
         "network than `node.advertise`.",
         default_text="`node.advertise`",
     )
+    hold_s: float = setting(
+        SECONDS,
+        limits.HOLD_S,
+        "How long pages that a writer left unfinished stay out of use. If late bytes (of a stopped peer, a healed "
+        "network) came after that, they could damage another object: a miss, never wrong bytes.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,6 +63,7 @@ class Store:
         policy: Policy,
         clock: Callable[[], float],
         random_bytes: Callable[[int], bytes] = os.urandom,
+        hold_s: float = limits.HOLD_S,
     ) -> None:
         """An empty store. It counts pages and never touches their bytes, so it needs no arena.
 
@@ -72,6 +73,7 @@ class Store:
             policy: what to evict; knows nothing yet.
             clock: seconds, never going back.
             random_bytes: that many bytes, for generations.
+            hold_s: how long pages stay held when a late write could still land in them.
         """
         self.page_bytes = page_bytes
         self._clock = clock
@@ -79,7 +81,7 @@ class Store:
         self._clients = Clients(page_count)
         self._listing = Listing(page_count, policy)
         self._leases = Leases(self._clients, self._listing.dram.unpinned)
-        self._writing = Writing(self._listing, self._clients, self._leases, random_bytes)
+        self._writing = Writing(self._listing, self._clients, self._leases, random_bytes, hold_s)
         self._reading = Reading(self._listing, self._clients, self._leases)
         self._reported: Recent[tuple[ClientId, str], None] = Recent(limits.REPORTS_REMEMBERED_MAX)
 
@@ -133,7 +135,7 @@ class Store:
         items: Sequence[tuple[Key, Generation]],
         quiet: bool,
     ) -> None:
-        """Gives reservations back: `quiet`, and their pages are free at once; else held for `HOLD_S`.
+        """Gives reservations back: `quiet`, and their pages are free at once; else held for `hold_s`.
 
         Raises:
             NamespaceUnknown, Overloaded

@@ -1,6 +1,7 @@
 """Writers: reserve, commit, abort, and the end of reservations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 from kvstore.core import BadRequest, Event, Key, MissReason, State, Tier, limits
 from kvstore.store.clients import Client, Clients, within_share
@@ -24,16 +25,34 @@ from kvstore.wire import (
 )
 
 
+class Asked(NamedTuple):
+    """What the items of one Reserve have in common."""
+
+    client: Client
+    namespace: OpenNamespace
+    now_s: float
+    end_s: float  # of the reservations
+    alone: bool
+    spared: set[Hashable]
+    """Names in the policy of what the batch offers and continues: none of it is evicted for the rest of it."""
+
+
 class Writing:
     """Reservations, and what becomes of them."""
 
     def __init__(
-        self, listing: Listing, clients: Clients, leases: Leases, random_bytes: Callable[[int], bytes]
+        self,
+        listing: Listing,
+        clients: Clients,
+        leases: Leases,
+        random_bytes: Callable[[int], bytes],
+        hold_s: float,
     ) -> None:
         self._listing = listing
         self._clients = clients
         self._leases = leases
         self._random_bytes = random_bytes
+        self._hold_s = hold_s
         self._deadlines: Deadlines[Reservation] = Deadlines()
 
     def __len__(self) -> int:
@@ -59,38 +78,28 @@ class Writing:
                 )
         alone = not self._clients.others_active(client, now_s)
         end_s = now_s + min(duration_s, limits.RESERVATION_S_MAX)
-        return tuple(self._reserve(client, namespace, item, now_s, end_s, alone=alone) for item in items)
+        asked = Asked(client, namespace, now_s, end_s, alone, spared=_chain(items))
+        answers = tuple(self._reserve(asked, item) for item in items)
+        self._listing.dram.unspare(asked.spared)
+        return answers
 
-    def _reserve(
-        self,
-        client: Client,
-        namespace: OpenNamespace,
-        item: ReserveItem,
-        now_s: float,
-        end_s: float,
-        *,
-        alone: bool,
-    ) -> ReserveAnswer:
-        listed = self._listing.find(namespace.id, item.key)
-        if listed is not None and listed.reservation is not None and listed.reservation.deadline_s <= now_s:
-            self._expire(listed.reservation, now_s)
+    def _reserve(self, asked: Asked, item: ReserveItem) -> ReserveAnswer:
+        listed = self._listing.find(asked.namespace.id, item.key)
+        if (
+            listed is not None
+            and listed.reservation is not None
+            and listed.reservation.deadline_s <= asked.now_s
+        ):
+            self._expire(listed.reservation, asked.now_s)
             listed = None
         if listed is None:
-            return self._grant(client, namespace, item, now_s, end_s, alone=alone)
+            return self._grant(asked, item)
         if listed.reservation is not None:
-            return self._repeat(client, item, listed.reservation, end_s)
-        return self._exists(client, namespace, listed, alone=alone)
+            return self._repeat(asked, item, listed.reservation)
+        return self._exists(asked, listed)
 
-    def _grant(
-        self,
-        client: Client,
-        namespace: OpenNamespace,
-        item: ReserveItem,
-        now_s: float,
-        end_s: float,
-        *,
-        alone: bool,
-    ) -> ReserveAnswer:
+    def _grant(self, asked: Asked, item: ReserveItem) -> ReserveAnswer:
+        client, namespace = asked.client, asked.namespace
         dram = self._listing.dram
         pages = namespace.pages_of(item.size_bytes)
         client_pages = client.reserved_pages + client.held_pages + pages
@@ -100,9 +109,9 @@ class Writing:
         filling.cold = item.cold
         filling.writer = client.id
         filling.generation = Generation(self._random_bytes(limits.GENERATION_BYTES))
-        filling.reservation = Reservation(client, now_s, end_s, filling)
-        room = within_share(client_pages, all_pages, share_pages, namespace.floor_pages, alone=alone)
-        if not room or not self._listing.add(filling, pages):
+        filling.reservation = Reservation(client, asked.now_s, asked.end_s, filling)
+        room = within_share(client_pages, all_pages, share_pages, namespace.floor_pages, alone=asked.alone)
+        if not room or not self._listing.add(filling, pages, asked.spared):
             self._listing.totals.refused += 1
             self._listing.watches.fire(item.key)
             return Refused(MissReason.NO_ROOM)
@@ -112,26 +121,22 @@ class Writing:
         self._listing.totals.granted += 1
         return Granted(filling.generation, filling.copies[Tier.DRAM].extents)
 
-    def _repeat(
-        self, client: Client, item: ReserveItem, reservation: Reservation, end_s: float
-    ) -> ReserveAnswer:
+    def _repeat(self, asked: Asked, item: ReserveItem, reservation: Reservation) -> ReserveAnswer:
         """The same client gets the same grant again; the client counts from its last sending, so do we."""
         filling = reservation.object
-        if reservation.client is not client or filling.size_bytes != item.size_bytes:
+        if reservation.client is not asked.client or filling.size_bytes != item.size_bytes:
             self._listing.totals.busy += 1
             return Busy()
         latest_s = reservation.started_s + limits.RESERVATION_S_MAX
-        reservation.deadline_s = max(reservation.deadline_s, min(end_s, latest_s))
+        reservation.deadline_s = max(reservation.deadline_s, min(asked.end_s, latest_s))
         return Granted(filling.generation, filling.copies[Tier.DRAM].extents)
 
-    def _exists(
-        self, client: Client, namespace: OpenNamespace, ready: Object, *, alone: bool
-    ) -> ReserveAnswer:
+    def _exists(self, asked: Asked, ready: Object) -> ReserveAnswer:
         """Exists is said only when an Acquire by this client would be promised now."""
-        ready.used_by(client.id)
+        ready.used_by(asked.client.id)
         if not ready.pinned:
             self._listing.dram.touch(ready)
-        if not self._leases.may_take(client, ready, namespace.floor_pages, alone=alone):
+        if not self._leases.may_take(asked.client, ready, asked.namespace.floor_pages, alone=asked.alone):
             self._listing.totals.refused += 1
             return Refused(MissReason.LEASE_LIMIT)
         self._listing.totals.exists += 1
@@ -194,7 +199,7 @@ class Writing:
             if quiet:
                 self._listing.give_up(listed, Event.ABORT)
             else:
-                self._listing.give_up_held(listed, Event.ABORT, client, now_s + limits.HOLD_S)
+                self._listing.give_up_held(listed, Event.ABORT, client, now_s + self._hold_s)
 
     def expire(self, now_s: float) -> None:
         """Ends reservations that are over, a slice at a time."""
@@ -210,7 +215,7 @@ class Writing:
         self._listing.totals.expired_reservations += 1
         filling = reservation.object
         self._listing.lost.set(filling.key, MissReason.EXPIRED)
-        self._listing.give_up_held(filling, Event.EXPIRE, reservation.client, now_s + limits.HOLD_S)
+        self._listing.give_up_held(filling, Event.EXPIRE, reservation.client, now_s + self._hold_s)
 
     def _end(self, reservation: Reservation) -> None:
         self._deadlines.discard(reservation)
@@ -231,3 +236,12 @@ class Writing:
             assert pages == client.reserved_pages, "a client's reserved pages are miscounted"
         held_pages = sum(client.held_pages for client in self._clients)
         assert held_pages == self._listing.dram.held_pages, "held pages belong to nobody"
+
+
+def _chain(items: Sequence[ReserveItem]) -> set[Hashable]:
+    """The entries of these items and of their parents."""
+    entries: set[Hashable] = set()
+    for item in items:
+        entries.add((item.depth, item.key))
+        entries.add((item.depth - 1, item.parent))
+    return entries
