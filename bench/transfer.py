@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from bench._harness import Report, Wrong, interleave, parse_arguments, run
 from bench._raw_mooncake import RawMooncake
 from kvstore.client import KVStore, Put
-from kvstore.core import Key, Manifest, Namespace, chunk_key
-from kvstore.core.limits import GIB, KIB, MIB
+from kvstore.core import Key, Manifest, Namespace, chunk_key, limits
 from tests.support.node import running_node
 
+KIB, MIB, GIB = limits.KIB, limits.MIB, limits.GIB
 BATCH_BYTES = 64 * MIB
 OBJECT_BYTES = [256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 32 * MIB]
 SEGMENT_BYTES = [256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB]

@@ -8,7 +8,8 @@ How its API becomes the contract of `base.py` (measured on 0.3.13; docs/decision
   object in one extent is one piece.
 * An id is freed by the poll that returns its end, so nobody polls it twice: a lock per process of polling.
 * -2 (a time-out that Mooncake noticed) is not an end: the bytes may still land.
-* The first contact with a peer may take a minute if that peer is stopped, so it happens in a thread.
+* The first contact with a peer may take a minute if that peer is stopped, so it happens in a thread. Mooncake holds a
+  lock meanwhile: transfers to other peers wait in threads of theirs, and their callers' deadlines hold.
 * Over TCP, unregistering memory does not stop a copy under way. `unregister` waits for it to end, which
   the progress time-out bounds.
 """
@@ -17,6 +18,7 @@ import importlib
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -92,7 +94,9 @@ class MooncakeTransfer:
         self._moving: dict[Handle, _Moving] = {}
         self._regions: dict[int, int] = {}
         self._met: set[str] = set()  # segments that answered once
-        self._meeting = 0
+        self._meeting: dict[
+            str, deque[tuple[_Moving, bool]]
+        ] = {}  # by segment: (what, reading) to be submitted
         prepare_environment(protocol, progress_timeout_s)
         self._engine: _Engine | None = _start(host, protocol, devices)
         self._segment = f"{f'[{host}]' if ':' in host else host}:{self._engine.get_rpc_port()}"
@@ -192,28 +196,44 @@ class MooncakeTransfer:
             self._check_registered(moving.pieces)
             handle = Handle(next(self._handles))
             self._moving[handle] = moving
-            known = segment in self._met and not self._meeting
-            self._meeting += not known
-        if known:
-            self._start_pieces(engine, segment, moving, reading)
-            if moving.failed and not moving.batches:
-                with self._lock:
-                    del self._moving[handle]
-                raise TransferFailed(f"Mooncake does not reach the segment {segment}; is its node running?")
-        else:
-            threading.Thread(
-                target=self._meet, args=(engine, segment, moving, reading), name="mooncake-meet", daemon=True
-            ).start()
+            if self._meeting or segment not in self._met:
+                self._queue_to_meet(engine, segment, moving, reading)
+                return handle
+        self._start_pieces(engine, segment, moving, reading)
+        if moving.failed and not moving.batches:
+            with self._lock:
+                del self._moving[handle]
+            raise TransferFailed(f"Mooncake does not reach the segment {segment}; is its node running?")
         return handle
 
-    def _meet(self, engine: _Engine, segment: str, moving: _Moving, reading: bool) -> None:
-        """Submits to a peer not spoken to before. Mooncake's call returns within 5 s if there is nobody, 61 s if the
-        peer is stopped; other submissions go this way too meanwhile, since Mooncake holds a lock."""
-        self._start_pieces(engine, segment, moving, reading)
-        with self._lock:
-            self._meeting -= 1
-            if moving.batches:
-                self._met.add(segment)
+    def _queue_to_meet(self, engine: _Engine, segment: str, moving: _Moving, reading: bool) -> None:
+        """Has a thread, one per segment, submit; under the lock. For segments not met before, and for all others as
+        long as one is being met, since Mooncake holds a lock of its own then."""
+        if segment in self._meeting:
+            self._meeting[segment].append((moving, reading))
+        else:
+            self._meeting[segment] = deque([(moving, reading)])
+            threading.Thread(
+                target=self._meet, args=(engine, segment), name="mooncake-meet", daemon=True
+            ).start()
+
+    def _meet(self, engine: _Engine, segment: str) -> None:
+        """Submits what is queued. The first contact takes 5 s if there is nobody, 61 s if the peer is stopped; where
+        it fails, all that is queued has failed, instead of trying as long again."""
+        reached = True
+        while True:
+            with self._lock:
+                if not self._meeting[segment]:
+                    del self._meeting[segment]
+                    (self._met.add if reached else self._met.discard)(segment)
+                    return
+                moving, reading = self._meeting[segment].popleft()
+            if reached:
+                self._start_pieces(engine, segment, moving, reading)
+                reached = not moving.failed or bool(moving.batches)
+            else:
+                moving.failed = True
+                moving.starting = False
 
     def _start_pieces(self, engine: _Engine, segment: str, moving: _Moving, reading: bool) -> None:
         start = engine.batch_transfer_async_read if reading else engine.batch_transfer_async_write

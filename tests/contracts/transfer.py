@@ -232,15 +232,26 @@ class TransferSuite:
         assert rig.local.is_all(3)
 
     def test_the_first_contact_does_not_block_either(self, fragile_rig: Rig) -> None:
+        """Nor do the next ones, and when it fails they fail with it instead of trying in turn."""
         rig = fragile_rig
         other = rig.another()
         rig.stop()
-        begin = time.monotonic()
-        handle = other.submit_read(rig.segment, [rig.piece(0, 0, MIB)])
-        assert other.wait(handle, 0.1) is Status.PENDING
+        begin, threads = time.monotonic(), threading.active_count()
+        handles = [other.submit_read(rig.segment, [rig.piece(n * MIB, 0, MIB)]) for n in range(10)]
+        assert [other.wait(handle, 0.01) for handle in handles] == [Status.PENDING] * 10
         assert time.monotonic() - begin < AT_ONCE_S
+        assert threading.active_count() <= threads + 1
         rig.kill()
-        assert other.wait(handle, END_S) is Status.FAILED
+        assert [other.wait(handle, END_S) for handle in handles] == [Status.FAILED] * 10
+        other.close()
+
+    def test_what_was_submitted_before_the_first_contact_arrives(self, fragile_rig: Rig) -> None:
+        rig = fragile_rig
+        rig.remote[:SIZE] = Random(5).randbytes(MIB) * (SIZE // MIB)
+        other = rig.another()
+        handles = [other.submit_read(rig.segment, [rig.piece(n * MIB, n * MIB, MIB)]) for n in range(64)]
+        assert [other.wait(handle, END_S) for handle in handles] == [Status.DONE] * 64
+        assert rig.local[:SIZE] == rig.remote[:SIZE]
         other.close()
 
     def test_memory_that_the_peer_withdrew_is_out_of_reach(self, fragile_rig: Rig) -> None:
