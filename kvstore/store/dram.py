@@ -14,7 +14,7 @@ is not carried out: it would cost hits and win nothing.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from typing import NamedTuple
 
 from kvstore.core import Event, Extents, State, Tier, limits
@@ -53,9 +53,12 @@ class Dram:
         """Pages that can be given out at once."""
         return self._allocator.free_pages
 
-    def fill(self, filling: Object, pages: int) -> bool:
-        """Gives an object a copy to be filled; False when there is no room. The object must be reserved."""
-        extents = self._make_room(pages, filling.parent_entry)
+    def fill(self, filling: Object, pages: int, spared: Container[Hashable]) -> bool:
+        """Gives an object a copy to be filled; False when there is no room. The object must be reserved.
+
+        `spared` are not evicted for it; when that ends, tell `unspare`.
+        """
+        extents = self._make_room(pages, spared)
         if extents is None:
             return False
         filling.pages = pages
@@ -88,6 +91,12 @@ class Dram:
         """The object was useful; `used.cold` says whether it still is first to go."""
         self._policy.touch(used.entry, cold=used.cold)
 
+    def unspare(self, spared: Iterable[Hashable]) -> None:
+        """These entries may be evicted again; the policy, which passed them by, hears of it."""
+        for entry in spared:
+            if entry in self._listed:
+                self._policy.touch(entry)
+
     def unpinned(self, loose: Object) -> None:
         """Nothing pins the object any more: it may be evicted, and goes at once if it was retired."""
         assert not loose.pinned, "something still pins it"
@@ -100,8 +109,9 @@ class Dram:
     def spoil(self, bad: Object) -> None:
         """The copy's bytes did not verify."""
         bad.copies[Tier.DRAM].advance(Event.SPOIL)
-        self.ready_objects -= 1
-        self.ready_bytes -= bad.size_bytes
+        if bad not in self._retired:
+            self.ready_objects -= 1
+            self.ready_bytes -= bad.size_bytes
 
     def retire(self, unlisted: Object) -> None:
         """The object is not listed any more: it goes as soon as nothing pins it."""
@@ -147,13 +157,13 @@ class Dram:
         assert sum(owner.size_bytes for owner in ready) == self.ready_bytes, "ready bytes are miscounted"
         assert all(owner.pinned for owner in self._retired), "a retired copy that nothing pins is still there"
 
-    def _make_room(self, pages: int, parent: Hashable) -> Extents | None:
-        """Free pages, evicting if need be; never the parent of what they are for."""
+    def _make_room(self, pages: int, spared: Container[Hashable]) -> Extents | None:
+        """Free pages, evicting if need be."""
         while (extents := self._allocator.allocate(pages)) is None:
             shortfall = max(1, pages - self.free_pages)  # 1: there are enough, but too scattered
-            plan = self._policy.plan(shortfall, lambda entry: entry != parent and self._is_evictable(entry))
-            if parent in self._listed:
-                self._policy.touch(parent)  # the policy was told to pass it by, and must hear when that ends
+            plan = self._policy.plan(
+                shortfall, lambda entry: entry not in spared and self._is_evictable(entry)
+            )
             if not plan.enough:
                 return None
             self._evict(plan.victims)

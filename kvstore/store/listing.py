@@ -6,7 +6,7 @@ tells those who watch. Calls that tell are the last thing of a change, so callba
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Hashable
 from typing import Generic, TypeVar
 
 from kvstore.core import Event, Key, MissReason, Namespace, State, Tier, limits
@@ -70,10 +70,10 @@ class Listing:
         listed = self.objects.get(key)
         return listed if listed is not None and listed.namespace.id == namespace else None
 
-    def add(self, filling: Object, pages: int) -> bool:
-        """Lists an object that is to be filled; False when there is no room for it."""
+    def add(self, filling: Object, pages: int, spared: Container[Hashable]) -> bool:
+        """Lists an object that is to be filled; False when there is no room for it. See `Dram.fill`."""
         assert filling.key not in self.objects, "a key has one listed object"
-        if not self.dram.fill(filling, pages):
+        if not self.dram.fill(filling, pages, spared):
             return False
         self.objects[filling.key] = filling
         filling.namespace.num_objects += 1

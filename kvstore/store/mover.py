@@ -5,7 +5,6 @@ on the control loop only, before and after.
 """
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from xxhash import xxh3_64
@@ -29,7 +28,8 @@ class Mover:
     async def suspect(self, client: ClientId, request: Suspect) -> bool:
         """Verifies a leased copy that a reader doubts; True when it was bad, and it is dropped then.
 
-        False also when this lease has no such copy, and when `SUSPECTS_MAX` are being verified.
+        False also when this lease has no such copy, and when `SUSPECTS_MAX` are being verified. A caller
+        that is cancelled does not end the verification: its verdict counts.
 
         Raises:
             Overloaded
@@ -40,28 +40,28 @@ class Mover:
         if check is None:
             return False
         self._pending += 1
-        work = asyncio.get_running_loop().run_in_executor(self._pool, self._is_sound, check)
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._pool, is_sound, self._arena, check)
         work.add_done_callback(lambda done: self._settle(check, sound=done.result()))
         return not await asyncio.shield(work)
 
     def close(self) -> None:
         """Waits for what is being verified; nothing reads the arena afterwards."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True)
 
     def _settle(self, check: Check, *, sound: bool) -> None:
         self._pending -= 1
         self._store.settle(check, sound=sound)
 
-    def _is_sound(self, check: Check) -> bool:
-        return check.table == b"".join(
-            self._digest(check.extents, Span(offset, size)) for _, offset, size in check.runs
-        )
 
-    def _digest(self, extents: Extents, run: Span) -> bytes:
-        digest = xxh3_64()
-        for piece in self._pieces(extents, run):
-            digest.update(piece)
-        return digest.digest()
+def is_sound(arena: Arena, check: Check) -> bool:
+    """Whether the bytes of a copy match its table."""
+    digests = (_digest(arena, check.extents, Span(offset, size)) for _, offset, size in check.runs)
+    return check.table == b"".join(digests)
 
-    def _pieces(self, extents: Extents, run: Span) -> Iterator[memoryview]:
-        return (self._arena.view(*piece) for piece in locate(extents, self._arena.page_bytes, (run,)))
+
+def _digest(arena: Arena, extents: Extents, run: Span) -> bytes:
+    digest = xxh3_64()
+    for offset, size in locate(extents, arena.page_bytes, (run,)):
+        digest.update(arena.view(offset, size))
+    return digest.digest()

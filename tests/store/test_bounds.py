@@ -1,5 +1,7 @@
 """What is told, what is bounded, and what goes by itself."""
 
+from collections.abc import Callable
+
 import pytest
 
 from kvstore.core import BadRequest, Manifest, MissReason, Namespace, Overloaded, Tier, limits
@@ -90,11 +92,16 @@ def test_who_cancels_is_not_called() -> None:
 
 def test_a_callback_may_cancel_the_next_one() -> None:
     world = World()
-    watchers: list[Watcher] = []
-    world.store.watch(NAMESPACE, [key_of("a")], lambda: watchers[0].cancel())
-    watchers.append(Watcher(world, "a"))
+    cancels: list[Callable[[], None]] = []
+
+    def cancel_the_next() -> None:
+        cancels[0]()
+
+    world.store.watch(NAMESPACE, [key_of("a")], cancel_the_next)
+    second = Watcher(world, "a")
+    cancels.append(second.cancel)
     world.put(ANN, "a")
-    assert watchers[0].calls == 0
+    assert second.calls == 0
 
 
 def test_watched_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,594 @@
+"""Several clients, their memory of what they were told, and a store that must keep its word.
+
+`Sim` drives the real Store over a real arena in virtual time. Every act is a plain method that takes small
+numbers, so a Hypothesis machine and a seeded walk can both call it. The model knows no policy and no pages:
+it remembers what was promised to whom until when, and what bytes every commit stood for.
+
+Writers write for real, and go on writing where they may (after an abort that was not quiet, after their
+reservation was over): if the store reused such pages too early, somebody's bytes would change.
+"""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from kvstore.core import Key, Manifest, MissReason, Tier, checksums, limits, pages_for
+from kvstore.policy import PrefixLru
+from kvstore.store import Store
+from kvstore.store.mover import is_sound
+from kvstore.store.reading import Check
+from kvstore.tiers import Arena
+from kvstore.wire import (
+    Acquire,
+    Busy,
+    ClientId,
+    CommitItem,
+    Committed,
+    Drop,
+    Exists,
+    Filling,
+    Generation,
+    Granted,
+    LeaseId,
+    Miss,
+    OnDisk,
+    Pages,
+    Refused,
+    Release,
+    Renew,
+    ReserveItem,
+    Resident,
+    Stale,
+    Suspect,
+)
+
+PAGE_BYTES = 4096
+MANIFEST = Manifest(
+    weights="sim",
+    model={},
+    kv_dtype="f32",
+    tile_format="sim",
+    chunk_tokens=40,
+    unit_tokens=1,
+    lanes=((2, 2, 64),),
+)
+GEOMETRY = MANIFEST.geometry
+NAMESPACE = MANIFEST.namespace
+TOKENS_PER_PAGE = PAGE_BYTES // GEOMETRY.bytes_per_unit
+SIZES = [1, TOKENS_PER_PAGE - 1, TOKENS_PER_PAGE, TOKENS_PER_PAGE + 1, 2 * TOKENS_PER_PAGE, 40]
+"""Tokens of an object: around the edges of pages, and a whole chunk."""
+
+PATHS = ["a", "ab", "abc", "abcd", "abx", "abxy", "p", "pq", "pqr", "s", "t", "u"]
+"""Prompts that share beginnings; each path names the chunk at its end."""
+
+
+def key_of(path: str) -> Key:
+    return Key(path.encode().ljust(32, b"."))
+
+
+@dataclass
+class Grant:
+    """What a writer was granted."""
+
+    path: str
+    generation: Generation
+    extents: tuple[tuple[int, int], ...]
+    content: bytes
+    since_s: float
+    deadline_s: float
+    ended: bool = False  # committed, aborted, or answered Stale
+    late_until_s: float = 0.0  # until when writes may still land after it ended
+
+    def lives(self, now_s: float) -> bool:
+        return not self.ended and now_s < self.deadline_s
+
+    def may_write(self, now_s: float) -> bool:
+        """Its own words: until it ends; then while its pages are held."""
+        if self.ended:
+            return now_s < self.late_until_s
+        return now_s < self.deadline_s + limits.HOLD_S
+
+
+@dataclass
+class Client:
+    """A process. When it crashes its promises stay, and nobody keeps them up."""
+
+    id: ClientId
+    grants: list[Grant] = field(default_factory=list)
+
+
+@dataclass
+class Leased:
+    """A promise: these pages hold this content."""
+
+    client: ClientId
+    name: int
+    path: str
+    resident: Resident
+    since_s: float
+    deadline_s: float
+
+
+@dataclass
+class Commit:
+    """What a generation stands for."""
+
+    path: str
+    content: bytes
+    flipped: bool = False
+
+
+class Sim:
+    """The acts, and after each of them the invariants."""
+
+    def __init__(self, pages: int, sizes: list[int], num_clients: int = 3) -> None:
+        self.now_s = 0.0
+        self.arena = Arena.create(pages * PAGE_BYTES, PAGE_BYTES, huge_pages=False, lock=False)
+        self.store = Store(pages, PAGE_BYTES, PrefixLru(), lambda: self.now_s, Random(0).randbytes)
+        self.store.open_namespace(NAMESPACE, MANIFEST.encode())
+        self.sizes = {
+            path: SIZES[size % len(SIZES)] * GEOMETRY.bytes_per_unit
+            for path, size in zip(PATHS, sizes, strict=True)
+        }
+        self.num_clients = 0
+        self.clients = [self.new_client() for _ in range(num_clients)]
+        self.grants: list[Grant] = []  # of all clients there ever were
+        self.commits: dict[Generation, Commit] = {}
+        self.leased: list[Leased] = []
+        self.lost: dict[str, MissReason] = {}
+        self.checks: list[Check] = []
+        self.ready: set[str] = set()
+        self.flips_found = 0
+
+    def close(self) -> None:
+        self.arena.close()
+
+    def new_client(self) -> Client:
+        self.num_clients += 1
+        return Client(ClientId(self.num_clients.to_bytes(16, "big")))
+
+    # --- writers ----------------------------------------------------------------------------------------
+
+    def reserve(self, who: int, which: int, how_many: int, duration_s: float, cold: bool) -> None:
+        """A chain's last chunks, as an engine offers them."""
+        client = self.client(who)
+        path = PATHS[which % len(PATHS)]
+        paths = [path[: depth + 1] for depth in range(max(0, len(path) - how_many), len(path))]
+        batch = [self.item(offered, cold) for offered in paths]
+        before = self.store.snapshot().tiers[Tier.DRAM]
+        held_before = self.pages_held_by(client)
+        answers = self.store.reserve(client.id, NAMESPACE, batch, duration_s)
+        assert len(answers) == len(batch)
+        for offered, answer in zip(paths, answers, strict=True):
+            match answer:
+                case Granted():
+                    self.granted(client, offered, answer, duration_s)
+                case Exists():
+                    assert offered in self.ready, f"{offered} is said to exist, and was not ready"
+                case Busy():
+                    assert self.states().get(offered) == "filling"
+                case Refused(reason=MissReason.LEASE_LIMIT):
+                    assert offered in self.ready
+                case Refused():
+                    need = self.pages_of(offered)
+                    floor = limits.OBJECTS_PER_CLIENT_MIN * pages_for(
+                        SIZES[-1] * GEOMETRY.bytes_per_unit, PAGE_BYTES
+                    )
+                    entitled = len(paths) == 1 and held_before + need <= floor
+                    assert not (entitled and before.free_pages >= need), (
+                        "refused what every client may always have"
+                    )
+        self.settle()
+        if len(paths) == 1 and isinstance(answers[0], Exists):
+            self.acquire_one(client, path)
+
+    def put(self, who: int, which: int, duration_s: float) -> None:
+        """All of a chain, from reservation to commit, as most do it."""
+        client = self.client(who)
+        path = PATHS[which % len(PATHS)]
+        self.reserve(who, which, len(path), duration_s, cold=False)
+        for index, grant in enumerate(client.grants):
+            if path.startswith(grant.path) and grant.lives(self.now_s):
+                self.commit(who, index)
+
+    def granted(self, client: Client, path: str, answer: Granted, duration_s: float) -> None:
+        assert path not in self.ready, "a ready object is granted away"
+        again = [grant for grant in client.grants if grant.generation == answer.generation]
+        others = [
+            grant
+            for grant in self.grants
+            if grant.path == path and grant.lives(self.now_s) and grant not in again
+        ]
+        assert not others, "two live grants of one key"
+        if again:
+            (grant,) = again
+            assert grant.lives(self.now_s)
+            assert grant.extents == answer.extents
+            latest_s = grant.since_s + limits.RESERVATION_S_MAX
+            grant.deadline_s = max(grant.deadline_s, min(self.now_s + duration_s, latest_s))
+            return
+        assert answer.generation not in {grant.generation for grant in self.grants}, "a generation is reused"
+        assert sum(count for _, count in answer.extents) == self.pages_of(path)
+        content = Random(answer.generation).randbytes(self.sizes[path])
+        grant = Grant(path, answer.generation, answer.extents, content, self.now_s, self.now_s + duration_s)
+        client.grants.append(grant)
+        self.grants.append(grant)
+
+    def write(self, who: int, which: int, share: int) -> None:
+        """A part of an object's bytes, or late ones, or garbage: a writer may do as it likes with its pages."""
+        grants = [grant for grant in self.grants if grant.may_write(self.now_s)]
+        if grants:
+            grant = grants[which % len(grants)]
+            part = (
+                Random(share).randbytes(len(grant.content) * (share % 5) // 4) if share % 2 else grant.content
+            )
+            self.land(grant, part)
+        self.settle()
+
+    def land(self, grant: Grant, data: bytes) -> None:
+        left = memoryview(data)
+        for start, count in grant.extents:
+            part = left[: count * PAGE_BYTES]
+            self.arena.view(start * PAGE_BYTES, len(part))[:] = part
+            left = left[len(part) :]
+
+    def commit(self, who: int, which: int) -> None:
+        """All bytes have arrived; the writer says so."""
+        client = self.client(who)
+        if client.grants:
+            grant = client.grants[which % len(client.grants)]
+            if grant.may_write(self.now_s) and not grant.ended:
+                self.land(grant, grant.content)
+            lived = grant.lives(self.now_s)
+            was_ready = (
+                grant.generation in self.commits
+                and grant.path in self.ready
+                and self.generation(grant.path) == grant.generation
+            )
+            table = checksums(memoryview(grant.content), GEOMETRY.runs(len(grant.content)))
+            item = CommitItem(key_of(grant.path), grant.generation, table)
+            (answer,) = self.store.commit(client.id, NAMESPACE, [item])
+            if lived or was_ready:
+                assert answer == Committed()
+                assert self.store.tier_of(key_of(grant.path)) is Tier.DRAM, (
+                    "committed, and not to be had at once"
+                )
+            else:
+                assert answer == Stale()
+            if lived:
+                self.commits[grant.generation] = Commit(grant.path, grant.content)
+                self.lost.pop(grant.path, None)
+                grant.ended = True
+            elif not grant.ended:
+                grant.ended, grant.late_until_s = True, grant.deadline_s + limits.HOLD_S
+        self.settle()
+
+    def commit_of_others(self, who: int, which: int) -> None:
+        """Somebody else's reservation, or a made-up one."""
+        client = self.client(who)
+        others = [grant for grant in self.grants if grant not in client.grants and not grant.ended]
+        if others:
+            grant = others[which % len(others)]
+            table = bytes(8 * GEOMETRY.num_runs)
+            for generation in (grant.generation, Generation(bytes(8))):
+                item = CommitItem(key_of(grant.path), generation, table)
+                assert self.store.commit(client.id, NAMESPACE, [item]) == (Stale(),)
+        self.settle()
+
+    def abort(self, who: int, which: int, quiet: bool) -> None:
+        """Quiet means: no write of mine can land any more."""
+        client = self.client(who)
+        if client.grants:
+            grant = client.grants[which % len(client.grants)]
+            quiet = quiet and grant.lives(self.now_s)  # who slept past the deadline does not know
+            self.store.abort(client.id, NAMESPACE, [(key_of(grant.path), grant.generation)], quiet)
+            if not grant.ended:
+                grant.ended = True
+                held_until_s = min(self.now_s, grant.deadline_s) + limits.HOLD_S
+                grant.late_until_s = 0.0 if quiet else held_until_s
+        self.settle()
+
+    # --- readers ----------------------------------------------------------------------------------------
+
+    def acquire(self, who: int, which: int, lease: int, duration_s: float, prefix: bool) -> None:
+        client = self.client(who)
+        path = PATHS[which % len(PATHS)]
+        self.ask(client, [path[: depth + 1] for depth in range(len(path))], lease % 3, duration_s, prefix)
+        self.settle()
+
+    def acquire_one(self, client: Client, path: str) -> None:
+        """What exists is promised."""
+        (answer,) = self.ask(client, [path], 9, 1.0, prefix=True)
+        assert isinstance(answer, Resident), f"{path} was said to exist, then {answer}"
+        self.store.release(client.id, Release(self.lease_id(9)))
+        self.leased = [held for held in self.leased if (held.client, held.name) != (client.id, 9)]
+        self.settle()
+
+    def ask(
+        self, client: Client, paths: list[str], name: int, duration_s: float, prefix: bool
+    ) -> tuple[object, ...]:
+        own = [held for held in self.leased if (held.client, held.name) == (client.id, name)]
+        mine = {held.path: held for held in own if held.deadline_s > self.now_s}
+        since_s = min((held.since_s for held in mine.values()), default=self.now_s)
+        entitled = self.leased_pages_of(client)
+        request = Acquire(
+            NAMESPACE, tuple(map(key_of, paths)), self.lease_id(name), duration_s, prefix=prefix
+        )
+        answers = self.store.acquire(client.id, request)
+        latest_s = since_s + limits.LEASE_S_MAX
+        for held in mine.values():
+            held.deadline_s = max(held.deadline_s, min(self.now_s + duration_s, latest_s))
+        deadline_s = max(
+            (held.deadline_s for held in mine.values()), default=min(self.now_s + duration_s, latest_s)
+        )
+        for path, answer in zip(paths, answers, strict=False):
+            match answer:
+                case Resident() if path in mine:
+                    assert answer == mine[path].resident, "what was promised has changed"
+                case Resident():
+                    assert path in self.ready, "what is not committed is promised"
+                    assert self.commits[answer.generation].path == path
+                    held = Leased(client.id, name, path, answer, since_s, deadline_s)
+                    self.leased.append(held)
+                    self.read(held)
+                case Filling():
+                    assert self.states().get(path) == "filling"
+                case Miss(reason=MissReason.LEASE_LIMIT):
+                    assert path in self.ready
+                    floor = limits.OBJECTS_PER_CLIENT_MIN * pages_for(
+                        SIZES[-1] * GEOMETRY.bytes_per_unit, PAGE_BYTES
+                    )
+                    assert entitled + sum(map(self.pages_of, paths)) > floor, (
+                        "refused what every client may lease"
+                    )
+                case Miss(reason=MissReason.BAD_COPY) if path in mine:
+                    assert self.commits[mine[path].resident.generation].flipped
+                case Miss(reason=reason):
+                    assert path not in self.ready, f"{path} is ready, and missed: {reason}"
+                    assert reason == self.lost.get(path, MissReason.NEVER_STORED)
+                case OnDisk():
+                    raise AssertionError("there is no disk")
+        unanswered = len(paths) - len(answers)
+        assert not unanswered or (prefix and not isinstance(answers[-1], Resident))
+        return answers
+
+    def read(self, held: Leased) -> None:
+        """The bytes are those of one commit of this key, unless the memory is broken; then the table says so."""
+        commit = self.commits[held.resident.generation]
+        data = self.bytes_at(held.resident)
+        table = checksums(memoryview(data), GEOMETRY.runs(held.resident.size_bytes))
+        if table == held.resident.table:
+            assert data == commit.content, "wrong bytes under a right table"
+        else:
+            assert commit.flipped, "leased bytes have changed"
+
+    def bytes_at(self, resident: Resident) -> bytes:
+        data = b"".join(
+            bytes(self.arena.view(start * PAGE_BYTES, count * PAGE_BYTES))
+            for start, count in resident.extents
+        )
+        return data[: resident.size_bytes]
+
+    def renew(self, who: int, lease: int, duration_s: float) -> None:
+        client, name = self.client(who), lease % 3
+        left_s = self.store.renew(client.id, Renew(self.lease_id(name), duration_s))
+        mine = [
+            held
+            for held in self.leased
+            if (held.client, held.name) == (client.id, name) and held.deadline_s > self.now_s
+        ]
+        assert (left_s > 0) == bool(mine)
+        for held in mine:
+            assert self.now_s + left_s <= held.since_s + limits.LEASE_S_MAX
+            held.deadline_s = self.now_s + left_s
+        self.settle()
+
+    def release(self, who: int, lease: int, which: int, some: bool, cold: bool) -> None:
+        client, name = self.client(who), lease % 3
+        paths = [PATHS[which % len(PATHS)]] if some else []
+        self.store.release(client.id, Release(self.lease_id(name), tuple(map(key_of, paths)), cold))
+        self.leased = [
+            held
+            for held in self.leased
+            if (held.client, held.name) != (client.id, name) or (paths and held.path not in paths)
+        ]
+        self.settle()
+
+    def pages(self, which: int) -> None:
+        """Where it is now: where it was."""
+        alive = [held for held in self.leased if held.deadline_s > self.now_s]
+        if alive:
+            held = alive[which % len(alive)]
+            request = Pages(self.lease_id(held.name), (key_of(held.path),))
+            (answer,) = self.store.pages(held.client, request)
+            flipped = self.commits[held.resident.generation].flipped
+            assert answer == held.resident or (flipped and answer == Miss(MissReason.BAD_COPY))
+        self.settle()
+
+    # --- trouble ----------------------------------------------------------------------------------------
+
+    def flip(self, which: int, where: int) -> None:
+        """A bit of a leased copy changes in memory."""
+        alive = [held for held in self.leased if held.deadline_s > self.now_s]
+        if alive:
+            held = alive[which % len(alive)]
+            start, _ = held.resident.extents[0]
+            at = start * PAGE_BYTES + where % min(PAGE_BYTES, held.resident.size_bytes)
+            self.arena.buffer[at] ^= 1
+            self.commits[held.resident.generation].flipped = True
+        self.settle()
+
+    def suspect(self, which: int) -> None:
+        """A reader doubts a copy. The verdict comes later."""
+        alive = [held for held in self.leased if held.deadline_s > self.now_s]
+        if alive:
+            held = alive[which % len(alive)]
+            request = Suspect(
+                NAMESPACE, key_of(held.path), held.resident.generation, self.lease_id(held.name)
+            )
+            check = self.store.check(held.client, request)
+            assert check is not None or self.commits[held.resident.generation].flipped
+            if check is not None:
+                self.checks.append(check)
+        self.settle()
+
+    def verdict(self, which: int) -> None:
+        """The verification ends, whatever happened to leases and keys meanwhile."""
+        if self.checks:
+            check = self.checks.pop(which % len(self.checks))
+            commit = self.commits[check.suspect.generation]
+            sound = is_sound(self.arena, check)
+            assert sound or commit.flipped, "the bytes changed while they were verified"
+            listed = self.generation(commit.path) == check.suspect.generation
+            bad_before = self.store.snapshot().totals.bad_copies
+            self.store.settle(check, sound=sound)
+            if not sound:
+                self.flips_found += self.store.snapshot().totals.bad_copies - bad_before
+                if listed:
+                    self.lost[commit.path] = MissReason.BAD_COPY
+                    assert self.store.tier_of(key_of(commit.path)) is None
+        self.settle(gone_on_purpose=True)
+
+    def crash(self, who: int) -> None:
+        """kill -9: nothing is given back, its last writes may still land, a new process takes its place."""
+        self.clients[who % len(self.clients)] = self.new_client()
+        self.settle()
+
+    def drop(self, which: int) -> None:
+        path = PATHS[which % len(PATHS)]
+        self.store.drop(ClientId(bytes(16)), Drop(NAMESPACE, (key_of(path),)))
+        if path in self.ready:
+            self.lost[path] = MissReason.EVICTED
+        self.settle(gone_on_purpose=True)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, and the node does not notice yet."""
+        self.now_s += seconds
+        self.settle()
+
+    def tick(self) -> None:
+        self.store.tick()
+        use = self.store.snapshot().tiers[Tier.DRAM]
+        if not (use.leased_pages or use.reserved_pages or use.held_pages or self.checks):
+            assert use.free_pages >= int(use.pages * limits.LOW_WATER_SHARE), "below the low-water mark"
+        self.settle()
+
+    def end(self) -> None:
+        """Everybody stops. Everything held ends by itself, and the store is as good as new."""
+        while self.checks:
+            self.verdict(0)
+        self.clients = [self.new_client()]
+        for _ in range(3):
+            self.wait(max(limits.RESERVATION_S_MAX, limits.LEASE_S_MAX, limits.HOLD_S))
+            self.tick()
+        snapshot = self.store.snapshot()
+        use = snapshot.tiers[Tier.DRAM]
+        assert (
+            snapshot.leases,
+            snapshot.reservations,
+            use.held_pages,
+            use.reserved_pages,
+            use.leased_pages,
+        ) == (0,) * 5
+        assert use.free_pages + sum(map(self.pages_of, self.ready)) == use.pages, "pages have leaked"
+        for path in [path for path in PATHS if len(path) == 1]:
+            self.positive(path)
+
+    def positive(self, path: str) -> None:
+        """What fits into an empty store is readable at once after its commit: no promise is kept by never hitting."""
+        self.reserve(0, PATHS.index(path), 1, 30.0, cold=False)
+        mine = [grant for grant in self.clients[0].grants if grant.path == path]
+        assert mine or path in self.ready, f"{path} was refused by a store with nothing to do"
+        if mine:
+            self.commit(0, self.clients[0].grants.index(mine[-1]))
+        assert isinstance(self.ask(self.clients[0], [path], 0, 30.0, prefix=True)[0], Resident)
+        self.release(0, 0, 0, some=False, cold=False)
+
+    # --- invariants -------------------------------------------------------------------------------------
+
+    def settle(self, *, gone_on_purpose: bool = False) -> None:
+        """Looks at what has changed, then at what must hold."""
+        states = self.states()
+        ready = {path for path, state in states.items() if state == "ready"}
+        vanished = self.ready - ready
+        if not gone_on_purpose:
+            for path in vanished:
+                children = [child for child in states if child[:-1] == path]
+                assert not children, f"{path} was evicted while {children} are held"
+                self.lost[path] = MissReason.EVICTED
+        for grant in self.grants:
+            noticed = states.get(grant.path) != "filling" or self.generation(grant.path) != grant.generation
+            if not grant.ended and self.now_s >= grant.deadline_s and noticed:
+                grant.ended, grant.late_until_s = True, grant.deadline_s + limits.HOLD_S
+                if grant.path not in ready:
+                    self.lost[grant.path] = MissReason.EXPIRED
+        self.ready = ready
+        self.check_invariants()
+
+    def check_invariants(self) -> None:
+        self.store.audit()
+        self.leased = [held for held in self.leased if held.deadline_s > self.now_s]
+        owners: dict[int, Generation] = {}
+        for held in self.leased:
+            self.read(held)
+            self.own(owners, held.resident.generation, held.resident.extents)
+        for grant in self.grants:
+            if grant.may_write(self.now_s):
+                self.own(owners, grant.generation, grant.extents)
+        committed = {commit.path for commit in self.commits.values()}
+        assert self.ready <= committed, "something is visible that nobody committed"
+        self.check_limits()
+
+    def own(
+        self, owners: dict[int, Generation], generation: Generation, extents: tuple[tuple[int, int], ...]
+    ) -> None:
+        """Pages that somebody reads, or may write, are nobody else's."""
+        for start, count in extents:
+            for page in range(start, start + count):
+                assert owners.setdefault(page, generation) == generation, f"page {page} is given to two"
+
+    def check_limits(self) -> None:
+        use = self.store.snapshot().tiers[Tier.DRAM]
+        floor = limits.OBJECTS_PER_CLIENT_MIN * pages_for(SIZES[-1] * GEOMETRY.bytes_per_unit, PAGE_BYTES)
+        floors = floor * self.num_clients
+        assert use.leased_pages <= use.pages * limits.LEASED_SHARE_MAX + floors
+        assert use.reserved_pages + use.held_pages <= use.pages * limits.RESERVED_AND_HELD_SHARE_MAX + floors
+        if self.num_clients == 1:
+            assert use.leased_pages <= max(use.pages * limits.LEASED_SHARE_MAX, floor)
+            taken = use.reserved_pages + use.held_pages
+            assert taken <= max(use.pages * limits.RESERVED_AND_HELD_SHARE_MAX, floor)
+
+    # --- words ------------------------------------------------------------------------------------------
+
+    def client(self, who: int) -> Client:
+        return self.clients[who % len(self.clients)]
+
+    def item(self, path: str, cold: bool) -> ReserveItem:
+        parent = key_of(path[:-1]) if path[:-1] else Key(NAMESPACE)
+        return ReserveItem(key_of(path), parent, len(path) - 1, self.sizes[path], cold)
+
+    def lease_id(self, name: int) -> LeaseId:
+        return LeaseId(name.to_bytes(16, "big"))
+
+    def pages_of(self, path: str) -> int:
+        return pages_for(self.sizes[path], PAGE_BYTES)
+
+    def pages_held_by(self, client: Client) -> int:
+        """Of reservations and of held pages, as the client would count them; ended late at the latest."""
+        return sum(
+            self.pages_of(grant.path) for grant in client.grants if grant.generation not in self.commits
+        )
+
+    def leased_pages_of(self, client: Client) -> int:
+        alive = {held.resident.generation: held for held in self.leased if held.client == client.id}
+        return sum(self.pages_of(held.path) for held in alive.values())
+
+    def states(self) -> dict[str, str]:
+        """Paths of listed objects, with their state in DRAM."""
+        views, _ = self.store.objects(1000)
+        names = {key_of(path).hex(): path for path in PATHS}
+        return {names[view.key]: view.tiers[Tier.DRAM] for view in views}
+
+    def generation(self, path: str) -> Generation | None:
+        """The generation of the listed object."""
+        listed = self.store._listing.objects.get(key_of(path))
+        return listed.generation if listed is not None else None
