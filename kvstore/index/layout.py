@@ -119,33 +119,36 @@ local function hour_of(entry)
   return a * 65536 + b * 256 + c
 end
 
-local function entries_of(value)
-  local entries = {{}}
-  if not value or #value % {_ENTRY.size} ~= 1 or string.byte(value, 1) ~= {_VERSION} then return entries end
+local hour = math.floor(redis.call('TIME')[1] / 3600)
+local oldest = hour - math.ceil(tonumber(expiry_s) / 3600)
+local stamp = string.char(math.floor(hour / 65536) % 256, math.floor(hour / 256) % 256, hour % 256)
+local version = string.char({_VERSION})
+
+-- The entries of a value that stay, the oldest first; none if it is no value of ours.
+local function kept_of(value)
+  local kept = {{}}
+  if not value or #value % {_ENTRY.size} ~= 1 or string.sub(value, 1, 1) ~= version then return kept end
   for at = 2, #value, {_ENTRY.size} do
     local entry = string.sub(value, at, at + {_ENTRY.size - 1})
     local tier = string.byte(entry, 9)
     if tier < 1 or tier > {len(_CODES)} then return {{}} end
-    entries[#entries + 1] = entry
-  end
-  return entries
-end
-
-local hour = math.floor(redis.call('TIME')[1] / 3600)
-local oldest = hour - math.ceil(tonumber(expiry_s) / 3600)
-local stamp = string.char(math.floor(hour / 65536) % 256, math.floor(hour / 256) % 256, hour % 256)
-local values = redis.call('MGET', unpack(KEYS, 2))
-for i = 1, #values do
-  local kept = {{}}
-  for _, entry in ipairs(entries_of(values[i])) do
     if string.sub(entry, 1, 8) ~= node and hour_of(entry) >= oldest then kept[#kept + 1] = entry end
   end
-  if string.byte(tiers, i) ~= 0 then kept[#kept + 1] = node .. string.sub(tiers, i, i) .. stamp end
+  return kept
+end
+
+local mine = {{}}
+for code = 1, {len(_CODES)} do mine[code] = node .. string.char(code) .. stamp end
+local values = redis.call('MGET', unpack(KEYS, 2))
+for i = 1, #values do
+  local kept = kept_of(values[i])
+  local code = string.byte(tiers, i)
+  if code ~= 0 then kept[#kept + 1] = mine[code] end
   while #kept > {HOLDERS_MAX} do table.remove(kept, 1) end
   if #kept == 0 then
     redis.call('DEL', KEYS[i + 1])
   else
-    redis.call('SET', KEYS[i + 1], string.char({_VERSION}) .. table.concat(kept), 'EX', expiry_s)
+    redis.call('SET', KEYS[i + 1], version .. table.concat(kept), 'EX', expiry_s)
   end
 end
 return last

@@ -62,7 +62,7 @@ class _FastPack(AbstractConnection):
     """Encodes a lookup in a few microseconds: redis-py takes half a microsecond per key and more."""
 
     def pack_command(self, *args: Any) -> list[bytes]:
-        if args[0] == "MGET" and len({len(name) for name in args[1:]}) == 1:
+        if args[0] == "MGET" and len(set(map(len, args[1:]))) == 1:
             each = b"\r\n$%d\r\n" % len(args[1])
             return [b"*%d\r\n$4\r\nMGET%b%b\r\n" % (len(args), each, each.join(args[1:]))]
         packed: list[bytes] = super().pack_command(*args)
