@@ -22,7 +22,7 @@ from kvstore.client.peers import Peers
 from kvstore.client.promise import Copy, Found, Grant, Grants, Promise
 from kvstore.client.reading import Reader, Whom
 from kvstore.client.writing import Writer
-from kvstore.core import BadRequest, Key, Manifest, Namespace, PeerLost, limits
+from kvstore.core import BadConfiguration, BadRequest, Key, Manifest, Namespace, PeerLost, limits
 from kvstore.index import Index
 from kvstore.wire import CommitAnswer, Hello, NodeId, Report, ReportItem, ReserveItem, Welcome
 
@@ -69,17 +69,25 @@ class Client:
         self._started = False
 
     async def start(self) -> None:
-        """Greets the preferred node and finds the index, as far as they are there. Never fails for a node's sake."""
+        """Greets the preferred node and finds the index, as far as they are there. Never fails for a node's sake.
+
+        Raises:
+            BadConfiguration: the node's address or the index's URL cannot be read.
+        """
         config = self._config
         self._peers = Peers(config, self._manifests, self._clock, self._rng)
-        self._directory = Directory(
-            self._peers,
-            Breaker(self._clock, self._rng, probe_s=config.probe_s, probe_s_max=config.probe_s_max),
-            index=self._index,
-            index_url=config.index_url,
-            timeout_s=config.index_timeout_s,
-            hits_max=config.other_nodes_max,
-        )
+        try:
+            self._directory = Directory(
+                self._peers,
+                Breaker(self._clock, self._rng, probe_s=config.probe_s, probe_s_max=config.probe_s_max),
+                index=self._index,
+                index_url=config.index_url,
+                timeout_s=config.index_timeout_s,
+                hits_max=config.other_nodes_max,
+            )
+        except BadConfiguration:
+            await self._peers.close()
+            raise
         self._reader = Reader(self._peers, self._directory, self._clock, 1 + config.other_nodes_max)
         self._writer = Writer(self._peers, self._clock, config.other_nodes_max)
         self._started = True

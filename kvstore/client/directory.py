@@ -25,6 +25,9 @@ class Directory:
         index_url: of Redis; empty: what the preferred node says.
         timeout_s: of one question to Redis.
         hits_max: how many nodes are remembered as recently useful.
+
+    Raises:
+        BadConfiguration: `index_url` cannot be read.
     """
 
     def __init__(
@@ -39,11 +42,13 @@ class Directory:
     ) -> None:
         self.breaker = breaker
         self._peers = peers
-        self._index = index
-        self._owned = index is None
-        self._index_url = index_url
-        self._connected_url = ""
         self._timeout_s = timeout_s
+        self._owned = index is None
+        self._follows = index is None and not index_url  # whatever the preferred node says
+        self._followed_url = ""
+        if index_url and index is None:
+            index = RedisIndex.connect(index_url, timeout_s=timeout_s)
+        self._index = index
         self._hits_max = hits_max
         self._hits: OrderedDict[str, None] = OrderedDict()
         self._membership = None if index is None else Membership(index)
@@ -55,7 +60,7 @@ class Directory:
 
     async def refresh(self) -> None:
         """Connects when the index becomes known, and asks it which nodes are alive. Never raises IndexDown."""
-        if self._owned:
+        if self._follows:
             await self._follow_url()
         if self._membership is None or not (self.breaker.closed or self.breaker.begin_probe()):
             return
@@ -114,10 +119,10 @@ class Directory:
 
     async def _follow_url(self) -> None:
         welcome = self._peers.local.control.welcome
-        url = self._index_url or ("" if welcome is None else welcome.index_url)
-        if not url or url == self._connected_url:
+        url = "" if welcome is None else welcome.index_url
+        if not url or url == self._followed_url:
             return
-        self._connected_url = url
+        self._followed_url = url
         if self._index is not None:
             await self._index.close()
         try:
@@ -125,4 +130,5 @@ class Directory:
             self._membership = Membership(self._index)
         except BadConfiguration as error:
             self._index = self._membership = None
-            log.warning("working without an index, with the node %s alone: %s", self._peers.local, error)
+            control = self._peers.local.control.control
+            log.warning("node %s names an index that cannot be used, working without: %s", control, error)

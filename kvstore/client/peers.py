@@ -12,7 +12,7 @@ from kvstore.client.address import NodeAddress
 from kvstore.client.breaker import Breaker, BreakerOpen
 from kvstore.client.config import ClientConfig
 from kvstore.client.control import REFUSALS, TROUBLE, Answer, ControlClient, Undo
-from kvstore.core import KVStoreError, Namespace, PeerLost
+from kvstore.core import BadConfiguration, KVStoreError, Namespace, PeerLost
 from kvstore.index import NodeRecord
 from kvstore.wire import NodeId, RequestBody, Welcome
 
@@ -117,6 +117,9 @@ class Peers:
         manifests: see `ControlClient`.
         clock: for the breakers.
         rng: for the breakers.
+
+    Raises:
+        BadConfiguration: the preferred node's address is none.
     """
 
     def __init__(
@@ -135,7 +138,11 @@ class Peers:
         self._peers: dict[str, Peer] = {}
         self._alive: Mapping[NodeId, NodeRecord] = {}
         self._odd: set[str] = set()  # addresses already complained about
-        self.local = self.at(config.node)
+        try:
+            self.local = self.at(config.node)
+        except BadConfiguration:
+            self._context.term()
+            raise
 
     def at(self, control: str) -> Peer:
         """The node at this control endpoint."""

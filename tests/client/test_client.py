@@ -20,7 +20,7 @@ from kvstore.client import (
     Stale,
 )
 from kvstore.client.breaker import BreakerState
-from kvstore.core import BadRequest, IndexDown, MissReason, Namespace, Tier, limits
+from kvstore.core import BadConfiguration, BadRequest, IndexDown, MissReason, Namespace, Tier, limits
 from kvstore.index import InProcessIndex, NodeRecord, RedisIndex
 from kvstore.transfer import InProcessNetwork
 from tests.support import free_port, wait_until_async
@@ -489,3 +489,26 @@ async def test_a_bug_in_the_chores_is_logged_and_they_go_on(stack, nodes, index,
     monkeypatch.setattr(client._directory, "refresh", broken)
     await wait_until_async(lambda: len(rounds) > 2)
     assert "bug of the client" in caplog.text
+
+
+async def test_an_index_that_cannot_be_used_costs_hits_elsewhere_only(stack, caplog) -> None:
+    node = await stack.enter_async_context(running(ControlNode(index_url="mysql://nonsense")))
+    client = await stack.enter_async_context(Client(config(node)))
+    await client.open(MANIFEST)
+    await store(node, KEYS)
+    await client._directory.refresh()
+    assert len([r for r in caplog.records if "mysql" in r.getMessage()]) == 2, (
+        "one line of each of two clients"
+    )
+    promise = await client.acquire(NAMESPACE, KEYS, 10.0)
+    assert len(promise) == 6
+    unknown = await client.acquire(NAMESPACE, chain(1, seed=5), 10.0)
+    assert unknown.reason is MissReason.NEVER_STORED, "there is no index that could be down"
+
+
+@pytest.mark.parametrize("settings", [{"index_url": "mysql://nonsense"}, {"node": "7400"}])
+async def test_what_the_user_wrote_wrongly_is_said_at_the_start(settings) -> None:
+    client = Client(ClientConfig(**settings))
+    with pytest.raises(BadConfiguration, match=r"mysql|7400"):
+        await client.start()
+    await client.close()
