@@ -74,7 +74,13 @@ async def test_replies_find_their_requests_in_any_order(node, client) -> None:
     assert isinstance((await parked).body, Acquired)
 
 
-async def test_a_restarted_node_is_noticed_and_the_request_is_said_again(node, client) -> None:
+@pytest.mark.parametrize(
+    ("body", "namespace"),
+    [(Acquire(NAMESPACE, tuple(chain(1)), LEASE, 1.0), NAMESPACE), (Renew(LEASE, 1.0), None)],
+)
+async def test_a_restarted_node_is_noticed_and_the_request_is_said_again(
+    node, client, body, namespace
+) -> None:
     """Mutant: keep the old boot's address; the reader would read at an address of the dead arena."""
     await client.ask(Reserve(NAMESPACE, tuple(items(chain(1))), 5.0), 5.0, namespace=NAMESPACE)
     old = client.address
@@ -83,9 +89,7 @@ async def test_a_restarted_node_is_noticed_and_the_request_is_said_again(node, c
 
     async def ask() -> bool:
         try:
-            answer = await client.ask(
-                Acquire(NAMESPACE, tuple(chain(1)), LEASE, 1.0), 5.0, namespace=NAMESPACE
-            )
+            answer = await client.ask(body, 5.0, namespace=namespace)
         except PeerLost:
             return False  # the old connection broke under it
         assert answer.address.boot == node.boot
