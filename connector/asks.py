@@ -46,11 +46,13 @@ class Asks:
         """Tokens that a load can bring beyond the `computed` local ones. Never waits."""
         ask = state.ask
         ask.computed = computed
-        if ask.lease is not None and not self._holds(state, computed):
-            self._leases.release(ask.lease)
+        for _ in range(2):
+            if ask.lease is None and not ask.refused:
+                self._advance(state, computed)
+            if ask.lease is None or self._holds(state, computed):
+                break
+            self._leases.release(ask.lease)  # run out, or asked for behind another local hit
             ask.lease = None
-        if ask.lease is None and not ask.refused:
-            self._advance(state, computed)
         if ask.lease is not None:
             return self._promised_stop(state) - computed, True
         return NOTHING if ask.refused else AGAIN

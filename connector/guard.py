@@ -38,13 +38,12 @@ class Breaker:
         kind = f"{where}: {type(error).__name__}"
         self.errors[kind] += 1
         if self.errors[kind] == 1:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
+            frames = traceback.extract_tb(error.__traceback__)
             log.error(
-                "internal error in %s: %s (%s:%s); the engine goes on, this part of its KV is not shared",
+                "internal error in %s: %s (%s); the engine goes on, this part of its KV is not shared",
                 kind,
                 error,
-                frame.filename,
-                frame.lineno,
+                f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "place unknown",
             )
             log.debug("the whole of it", exc_info=error)
         now = self._clock()

@@ -72,7 +72,8 @@ class Loads:
             for link, promised in zip(links, ask.lease.promise.objects, strict=False)
             if link.start < load.stop
         ]
-        assert pairs and load.stop <= pairs[-1][0].stop, "a load of more than was promised"
+        assert pairs and pairs[0][0].start <= load.start, "a load that begins before what was promised"
+        assert load.stop <= pairs[-1][0].stop, "a load of more than was promised"
         load.links = tuple(link for link, _ in pairs)
         load.objects = tuple(promised for _, promised in pairs)
         nodes = {(promised.node.node, promised.node.boot): promised.node for promised in load.objects}

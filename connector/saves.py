@@ -294,9 +294,10 @@ class Saves:
 
     def covered(self, links: Sequence[Link]) -> tuple[int, list[str]]:
         """How many of a chain's first links are stored or under way, and the ids of the nodes that have them."""
+        placed = self._placed()
         nodes: dict[str, None] = {}
         for position, link in enumerate(links):
-            node = self._offered.get(link.key)
+            node = placed.get(link.key)
             if node is None:
                 node = self._known.node_of(link.key)
             if node is None:
@@ -304,3 +305,18 @@ class Saves:
             if node:
                 nodes[node] = None
         return len(links), list(nodes)
+
+    def _placed(self) -> dict[Key, str | None]:
+        """The node of each link under way: empty where that is open, None where nobody took it."""
+        placed: dict[Key, str | None] = dict(self._offered)
+        for batch in self._batches:
+            if not batch.answers.done():
+                continue
+            answers = (
+                batch.answers.result() if batch.answers.exception() is None else [None] * len(batch.items)
+            )
+            for item, answer in zip(batch.items, answers, strict=True):
+                taken = isinstance(answer, Grant) or (answer is not None and answer.stored)
+                node = answer.node if answer is not None and taken else None
+                placed[item.link.key] = node.node.hex() if node is not None else None
+        return placed

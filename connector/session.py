@@ -86,4 +86,5 @@ class Session:
         self.manifest = manifest
         self.namespace = manifest.namespace
         self._shared.control.open(manifest)
-        log.info("namespace %s: %s", self.namespace.hex()[:16], manifest.encode().decode())
+        log.info("KV is shared with engines of namespace %s", self.namespace.hex()[:16])
+        log.debug("its manifest: %s", manifest.encode().decode())

@@ -64,7 +64,7 @@ class Stored:
     cold: bool
 
 
-@dataclass
+@dataclass(repr=False)
 class Node:
     """One node's memory, shared by the engines of a test. `pages` is what was written, by generation."""
 
@@ -84,6 +84,10 @@ class Node:
     def address(self) -> NodeAddress:
         node, boot = NodeId(self.number.to_bytes(8, "big")), BootId(self.boot.to_bytes(8, "big"))
         return NodeAddress(node, boot, "test:1", {}, 0, 1 << 20)
+
+    def __repr__(self) -> str:
+        held = f"{len(self.leases)} leases, {len(self.reserved)} reserved, {len(self.parked)} parked"
+        return f"<Node {len(self.objects)} objects, {held}>"
 
     def wake(self) -> None:
         """Looks at parked acquires again."""
@@ -476,9 +480,12 @@ class Engine:
             tokens.append(int.from_bytes(expected[stop - 1][:2], "big") % 1000 + 1)
         return [tokens[stop]]
 
-    def run(self, steps_max: int = 200) -> int:
-        """Steps until the engine is idle, as vLLM's loop does; how many steps it took."""
+    def run(self, steps_max: int = 200, tick_s: float = 0.0) -> int:
+        """Steps, `tick_s` apart, until the engine is idle, as vLLM's loop does; how many steps it took."""
         for steps in range(steps_max):
+            self.now += tick_s
+            if tick_s:
+                self.node.wake()
             if not self.scheduler.has_requests() and not self._in_flight:
                 return steps
             if self.scheduler.has_requests():

@@ -6,6 +6,8 @@ loaded was right; each test also shows that something was loaded, or that it was
 
 import pytest
 
+from connector.asks import ACQUIRES_MAX
+from connector.leases import LEASE_S
 from kvstore.core import MissReason
 from tests.connector.support import BLOCK, CHUNK, Engine, Node, prompt
 
@@ -152,6 +154,35 @@ def test_a_local_hit_that_shrinks_between_two_asks_is_asked_for_again(node, answ
     assert ask(request, BLOCK) == (STORED - BLOCK, True)
     assert len(node.leases) == 1
     assert node.calls.count("acquire") == 2
+
+
+def test_a_local_hit_that_shrinks_while_the_lease_is_being_taken(node, answer) -> None:
+    """Mutant: the promise is taken as it comes. It begins behind the hit, and tokens nobody loads pass for loaded."""
+    engine = Engine(node)
+    engine.control.manual = True
+    request = engine.submit("b", TEXT)
+    engine.control.answer()
+    ask = engine.connector.get_num_new_matched_tokens
+    assert ask(request, 2 * CHUNK) == (None, False)
+    engine.control.answer()
+    assert ask(request, BLOCK) == (None, False)
+    assert not node.leases
+    engine.control.answer()
+    assert ask(request, BLOCK) == (STORED - BLOCK, True)
+
+
+def test_a_request_that_waits_very_long_is_not_promised_for_ever(node, answer) -> None:
+    engine = Engine(node)
+    request = engine.submit("b", TEXT)
+    answers = []
+    for _ in range(ACQUIRES_MAX + 1):
+        answers.append(engine.connector.get_num_new_matched_tokens(request, 0))
+        engine.now += LEASE_S
+    assert answers == [(STORED, True)] * ACQUIRES_MAX + [(0, False)]
+    assert not node.leases
+    engine.run()
+    assert engine.half.shared.stats.misses == {MissReason.LEASE_LIMIT: 1}
+    engine.assert_nothing_left()
 
 
 # --- aborts -------------------------------------------------------------------------------------------

@@ -197,7 +197,9 @@ def test_saves_hold_no_more_than_their_share_of_the_blocks(node) -> None:
     engine.worker.hold_saves = False
     engine.run()
     assert len(node.objects) == 2
-    assert engine.half.shared.stats.dropped == {"saves under way hold as many KV blocks as pinned_share allows": 2}
+    assert engine.half.shared.stats.dropped == {
+        "saves under way hold as many KV blocks as pinned_share allows": 2
+    }
     engine.assert_nothing_left()
 
 
@@ -229,6 +231,7 @@ def test_a_table_with_a_run_missing_is_never_committed(node, monkeypatch) -> Non
     def without_the_last_run(job):
         report = whole(job)
         for sums in report.checksums:
+            assert sums is not None
             del sums[1]
         return report
 
