@@ -21,6 +21,7 @@ from redis.asyncio.connection import (
 )
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import (
+    MasterNotFoundError,
     Sentinel,
     SentinelConnectionPool,
     SentinelManagedConnection,
@@ -35,6 +36,7 @@ from redis.exceptions import (
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
     ResponseError,
 )
@@ -48,13 +50,18 @@ Command = tuple[str | bytes | int, ...]
 CALLS_AT_ONCE_MAX: Final = 32  # connections per process: more callers wait, within their time-out
 
 _COST: Final = "until it is back, keys are neither found nor published here; nothing that is stored is lost"
-_REMEDIES: Final[tuple[tuple[type[RedisError], str], ...]] = (
+_REMEDIES: Final[tuple[tuple[type[Exception], str], ...]] = (
     (AuthenticationError, "check user and password in redis.url"),
     (AuthorizationError, "check user and password in redis.url"),
     (NoPermissionError, "allow this user ~kv:* +@read +@write +@scripting (redis-cli ACL SETUSER)"),
     (OutOfMemoryError, "raise its maxmemory, or set maxmemory-policy allkeys-lru: the index may be evicted"),
     (ReadOnlyError, "redis.url names a replica; name the primary, or use redis+sentinel://"),
     (ClusterError, "check `redis-cli cluster info` on its nodes"),
+    (RedisClusterException, "check that its nodes run, and `redis-cli cluster info` on them"),
+    (
+        MasterNotFoundError,
+        "check the Sentinels' addresses and the service: redis-cli -p 26379 sentinel masters",
+    ),
 )
 
 
@@ -184,7 +191,7 @@ class Link:
                 yield
         except TimeoutError as error:
             raise self.down(f"did not answer within {self.timeout_s:g} s") from error
-        except (RedisError, OSError) as error:
+        except (RedisError, RedisClusterException, OSError) as error:
             raise self.down(error) from error
 
     def down(self, why: Exception | str) -> IndexDown:
@@ -194,7 +201,10 @@ class Link:
             if isinstance(why, kind):
                 remedy = words
                 break
-        what = f"Redis at {self._address.shown}: {str(why) or type(why).__name__}"
+        said = " ".join(str(why).split()).rstrip(".") or type(why).__name__
+        if isinstance(why, MasterNotFoundError):  # redis-py says it with the inside of all its clients
+            said = f"no Sentinel answers with a primary of {self._address.service!r}"
+        what = f"Redis at {self._address.shown}: {said}"
         return IndexDown(f"{what}; {_COST}; {remedy}")
 
     async def close(self) -> None:

@@ -7,10 +7,11 @@ import time
 import pytest
 
 from kvstore.core import IndexDown, Namespace, Tier
-from kvstore.index import layout
+from kvstore.index import RedisIndex, layout
 from kvstore.index.link import CALLS_AT_ONCE_MAX
 from tests.contracts.index import holders, new_keys, new_node, record_of, until
 from tests.index.servers import Cluster, SentinelGroup, command_calls
+from tests.support import free_port
 
 NODE = new_node()
 TIMEOUT_S = 0.3
@@ -50,6 +51,17 @@ async def test_a_hung_redis_costs_the_time_out_and_no_more(index, own_redis) -> 
     own_redis.resume()
     await until(lambda: answers(index, keys))
     assert len(await index.lookup(keys)) == 600
+
+
+async def test_closing_does_not_wait_for_a_hung_redis(own_redis) -> None:
+    index = RedisIndex.connect(own_redis.url, timeout_s=TIMEOUT_S)
+    await index.lookup(new_keys(1))
+    own_redis.pause()
+    with pytest.raises(IndexDown):
+        await index.lookup(new_keys(1))
+    await index.close()
+    await index.close()
+    own_redis.resume()
 
 
 async def test_many_callers_of_a_hung_redis_all_return_in_time(index, own_redis, monkeypatch) -> None:
@@ -158,6 +170,42 @@ async def test_a_caller_may_give_up_and_the_next_answer_is_right(index, own_redi
         call.cancel()
         assert await index.lookup(yours) == []
         assert len(await index.lookup(mine)) == 1
+
+
+NOWHERE = ["redis://", "rediss://", "redis+cluster://", "redis+sentinel://", "unix://"]
+
+
+@pytest.mark.parametrize("scheme", NOWHERE)
+async def test_nobody_is_there_in_any_shape(connect, tmp_path, scheme) -> None:
+    place = f"{tmp_path}/none.sock" if scheme == "unix://" else f"127.0.0.1:{free_port()}"
+    index = connect(f"{scheme}{place}" + "/main" * ("sentinel" in scheme), timeout_s=TIMEOUT_S)
+    for call in (index.lookup(new_keys(1)), index.heartbeat(record_of(NODE), 8)):
+        with pytest.raises(IndexDown) as caught:
+            await call
+        text = str(caught.value)
+        assert text.startswith(f"Redis at {scheme}{place}")
+        assert "; check" in text
+        assert len(text.replace(str(tmp_path), "")) < 400
+        assert "\n" not in text
+
+
+async def test_something_else_is_there(connect) -> None:
+    """A web server's port, say: it answers, though not as Redis would."""
+
+    async def answer(reader, writer) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(IndexDown, match="Protocol error"):
+            await connect(f"redis://127.0.0.1:{port}", timeout_s=TIMEOUT_S).lookup(new_keys(1))
+
+
+async def test_tls_where_redis_speaks_plainly(connect, own_redis) -> None:
+    with pytest.raises(IndexDown):
+        await connect(own_redis.url.replace("redis:", "rediss:"), timeout_s=1.0).lookup(new_keys(1))
 
 
 # Cluster and Sentinel
