@@ -44,7 +44,7 @@ class CatalogDamaged(KVStoreError):
 class Catalog:
     """The objects of one device by key, their payloads, and the doubtful slots."""
 
-    def __init__(self, folder: Path, map_bytes_max: int, *, new: bool = False) -> None:
+    def __init__(self, folder: Path, map_bytes_max: int, *, new: bool) -> None:
         """Opens the environment, or makes a new one. Values are not looked at yet.
 
         Raises:
@@ -59,12 +59,14 @@ class Catalog:
             raise CatalogDamaged(f"{folder} was being read when the process ended")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._env = lmdb.open(
-                str(folder), map_size=self._map_bytes(), max_dbs=len(_TABLES), max_readers=512
-            )
+            self._env = lmdb.open(str(folder), map_size=self._map_bytes(), max_dbs=len(_TABLES), max_readers=512)
+        except (lmdb.Error, OSError) as error:
+            raise CatalogDamaged(f"{folder} cannot be opened: {error}") from error
+        try:
             self._check_length()
             self._dbs = {name: self._env.open_db(name.encode()) for name in _TABLES}
         except (lmdb.Error, OSError) as error:
+            self._env.close()
             raise CatalogDamaged(f"{folder} cannot be opened: {error}") from error
 
     # --- reading ------------------------------------------------------------------------------------
@@ -175,6 +177,7 @@ class Catalog:
 
     def close(self) -> None:
         """Ends it; everything that was written is durable already."""
+        self.proved()
         self._env.close()
 
     def _commit(self, change: Callable[[lmdb.Transaction], None]) -> None:
@@ -215,12 +218,15 @@ class Catalog:
             self._env.set_mapsize(min(2 * size, self._map_bytes_max))
 
     def _check_length(self) -> None:
-        """A file that was cut would end the process where LMDB touches what is missing."""
-        info, size = self._env.info(), (self.folder / "data.mdb").stat().st_size
-        page_bytes = self._env.stat()["psize"]
-        if (info["last_pgno"] + 1) * page_bytes > size:
-            self._env.close()
-            raise CatalogDamaged(f"{self.folder}/data.mdb was cut to {size} bytes")
+        """A file that was cut would end the process where LMDB touches what is missing.
+
+        Raises:
+            OSError: it was cut.
+        """
+        need_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        size_bytes = (self.folder / "data.mdb").stat().st_size
+        if need_bytes > size_bytes:
+            raise OSError(f"data.mdb was cut to {size_bytes} of {need_bytes} bytes")
 
 
 def set_aside(folder: Path) -> Path | None:

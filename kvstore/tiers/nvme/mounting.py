@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -18,12 +18,18 @@ from kvstore.tiers.nvme.device import Device, DeviceDown, DeviceRefused
 from kvstore.tiers.nvme.label import MOUNT_BYTES, UUID_BYTES, Label, new_label, read_label, write_label
 from kvstore.tiers.nvme.rebuild import rebuild
 from kvstore.tiers.nvme.records import SLOT_BYTES, Kind, Record
-from kvstore.tiers.nvme.volume import Volume
+from kvstore.tiers.nvme.volume import EPOCH_SHIFT, Volume
 
 log = logging.getLogger(__name__)
 
-_EPOCH_SHIFT = 40
 _CATALOG_OVERHEAD_BYTES = 1_024  # of an object, beside its table
+
+
+class OpenCatalog(Protocol):
+    """What `Catalog` does when it is called."""
+
+    def __call__(self, folder: Path, map_bytes_max: int, *, new: bool) -> Catalog:
+        """Opens a catalog, or makes a new one."""
 
 
 class Mounted(NamedTuple):
@@ -49,6 +55,7 @@ def mount(
     random_bytes: Callable[[int], bytes] = os.urandom,
     *,
     anew: bool = False,
+    open_catalog: OpenCatalog = Catalog,
 ) -> Mounted:
     """Mounts a device: what was reported when it was last used is there again.
 
@@ -58,6 +65,7 @@ def mount(
         catalogs: the folder of catalogs, one for each device, named after its uuid.
         random_bytes: for the mount's id.
         anew: rebuild the catalog from the records, whatever it is like.
+        open_catalog: the seam to LMDB.
 
     Raises:
         DeviceRefused: it is not a device of this node, or has another format.
@@ -66,8 +74,14 @@ def mount(
     try:
         label = read_label(device)
         _check_owner(device, label, node)
-        return _mount(device, label, catalogs / label.uuid_text, random_bytes, anew=anew)
+        contents = _contents(device, label, catalogs / label.uuid_text, open_catalog, anew=anew)
     except BaseException:
+        device.close()
+        raise
+    try:
+        return _enter(device, label, contents, random_bytes(MOUNT_BYTES))
+    except BaseException:
+        contents.catalog.close()
         device.close()
         raise
 
@@ -130,60 +144,65 @@ def _check_owner(device: Device, label: Label, node: str) -> None:
         )
 
 
-def _mount(
-    device: Device, label: Label, folder: Path, random_bytes: Callable[[int], bytes], *, anew: bool
-) -> Mounted:
-    contents = _contents(device, label, folder, anew=anew)
+def _enter(device: Device, label: Label, contents: _Contents, mount_id: bytes) -> Mounted:
+    """Writes the new label, and brings device and catalog together."""
     catalog, records, doubtful, notes = contents
-    epochs = (record.sequence >> _EPOCH_SHIFT for record in records)
-    mounted = msgspec.structs.replace(
-        label, epoch=max(label.epoch, *epochs, 0) + 1, mount=random_bytes(MOUNT_BYTES)
-    )
+    epochs = (record.sequence >> EPOCH_SHIFT for record in records)
+    mounted = msgspec.structs.replace(label, epoch=max(label.epoch, *epochs, 0) + 1, mount=mount_id)
     catalog.set_meta(mount=mounted.mount, previous=label.mount)  # first: it knows the label before and after
     write_label(device, mounted)
     volume = Volume(device, mounted, catalog)
     volume.erase(doubtful)
     outside = [record for record in records if not _is_inside(record, volume.page_count)]
-    gone = outside + _unused_namespaces(records)
     if outside:
         notes.append(
             f"{device.name} is smaller than when it was formatted: {len(outside)} of its objects are lost, "
             f"{volume.page_count} of {label.page_count} pages are left"
         )
+    gone = dict.fromkeys((*outside, *_unused_namespaces(records)))
     if gone:
-        volume.commit((), gone)
+        volume.commit((), list(gone))
     catalog.proved()
-    left = set(gone)
-    kept = [record for record in records if record not in left]
+    kept = [record for record in records if record not in gone]
     objects = [record for record in kept if record.kind is Kind.OBJECT]
     return Mounted(volume, objects, [record for record in kept if record.kind is Kind.NAMESPACE], notes)
 
 
-def _contents(device: Device, label: Label, folder: Path, *, anew: bool) -> _Contents:
+def _contents(
+    device: Device, label: Label, folder: Path, open_catalog: OpenCatalog, *, anew: bool
+) -> _Contents:
     """The catalog and what is in it, rebuilt if need be."""
     map_bytes_max = label.slot_count * (SLOT_BYTES + _CATALOG_OVERHEAD_BYTES)
-    catalog = None
     try:
-        if not anew:
-            catalog = Catalog(folder, map_bytes_max)
-            if label.mount not in (catalog.meta("mount"), catalog.meta("previous")):
-                raise CatalogDamaged(_unknown(catalog, folder))
-            return _Contents(catalog, *catalog.load(), [])
-        why = "it was asked for"
+        if anew:
+            raise CatalogDamaged("it was asked for")
+        return _known(label, open_catalog(folder, map_bytes_max, new=False))
     except CatalogDamaged as damage:
         why = str(damage)
-        if catalog is not None:
-            catalog.close()
-    return _rebuilt(device, label, folder, map_bytes_max, why)
-
-
-def _rebuilt(device: Device, label: Label, folder: Path, map_bytes_max: int, why: str) -> _Contents:
     aside = set_aside(folder)
     try:
-        catalog = Catalog(folder, map_bytes_max, new=True)
+        catalog = open_catalog(folder, map_bytes_max, new=True)
     except CatalogDamaged as error:
         raise DeviceDown(f"no catalog can be made for {device.name}: {error}") from error
-    if label.epoch == 0:
+    try:
+        return _rebuilt(device, label, catalog, f"{why}; it was moved to {aside}" if aside else why)
+    except BaseException:
+        catalog.close()
+        raise
+
+
+def _known(label: Label, catalog: Catalog) -> _Contents:
+    try:
+        if label.mount not in (catalog.meta("mount"), catalog.meta("previous")):
+            raise CatalogDamaged(f"{catalog.folder} is not that of the device's last use")
+        return _Contents(catalog, *catalog.load(), [])
+    except BaseException:
+        catalog.close()
+        raise
+
+
+def _rebuilt(device: Device, label: Label, catalog: Catalog, why: str) -> _Contents:
+    if label.epoch == 0:  # never mounted since it was formatted
         return _Contents(catalog, [], [], [])
     found = rebuild(device, label, catalog)
     note = (
@@ -194,15 +213,7 @@ def _rebuilt(device: Device, label: Label, folder: Path, map_bytes_max: int, why
         note += f", {len(found.stale)} stale records dropped"
     if found.unreadable_slots:
         note += f", {found.unreadable_slots} places could not be read"
-    if aside is not None:
-        note += f"; what was there before is in {aside}"
     return _Contents(catalog, found.records, [record.slots for record in found.stale], [note])
-
-
-def _unknown(catalog: Catalog, folder: Path) -> str:
-    if catalog.meta("mount"):
-        return f"{folder} is from an earlier time: the device was used with another catalog meanwhile"
-    return f"{folder} was not finished"
 
 
 def _is_inside(record: Record, page_count: int) -> bool:

@@ -22,7 +22,7 @@ from kvstore.tiers.nvme.device import Device, DeviceDown, DeviceRefused, Pieces,
 from kvstore.tiers.nvme.label import Label, read_label
 from kvstore.tiers.nvme.records import SLOT_BYTES, Record, decode, encode
 
-_EPOCH_SHIFT = 40  # a sequence is the epoch and a count within it
+EPOCH_SHIFT = 40  # a sequence is the epoch and a count within it
 
 Put = tuple[Record, bytes]
 """A record and its payload."""
@@ -39,7 +39,7 @@ class Volume:
         self.device = device
         self.label = label
         self._catalog = catalog
-        self._sequence = label.epoch << _EPOCH_SHIFT
+        self._sequence = label.epoch << EPOCH_SHIFT
 
     @property
     def page_count(self) -> int:
