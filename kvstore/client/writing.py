@@ -1,6 +1,7 @@
 """Writing: where objects are placed, one Commit per node, and giving back what will not be committed."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 from kvstore.client.breaker import BreakerOpen
@@ -26,6 +27,8 @@ from kvstore.wire import (
     ReserveItem,
     Stale,
 )
+
+log = logging.getLogger(__name__)
 
 COMMIT_ATTEMPTS = 2  # a Commit whose reply was lost is simply said again: the second changes nothing
 
@@ -123,13 +126,15 @@ class Writer:
                 grants[index] = Grant(grants[index].item, one, answer.address)
 
     async def _say_again(self, peer: Peer, namespace: Namespace, body: Commit) -> ReplyBody | None:
-        for _ in range(COMMIT_ATTEMPTS):
+        """The answer; None when the node refuses, is in trouble, or did not answer several times."""
+        for attempts_left in reversed(range(COMMIT_ATTEMPTS)):
             try:
                 return (await peer.ask(body, namespace=namespace)).body
             except (BreakerOpen, *REFUSALS):
                 return None
-            except PeerLost:
-                continue
+            except PeerLost as error:
+                if not attempts_left:
+                    log.warning("objects may or may not be visible: their commit was not answered: %s", error)
         return None
 
     def _aborts(self, namespace: Namespace, grants: Sequence[Grant], quiet: bool) -> list[tuple[Peer, Abort]]:
