@@ -112,6 +112,16 @@ def test_layers_are_in_the_order_of_the_model() -> None:
     assert gathered(engine.understood(), [1]) == engine.bytes_of([1], names)
 
 
+def test_layers_at_uneven_distances_are_one_group_of_lanes() -> None:
+    """How vLLM places layers must not show in the manifest. Here the third of five is not in the group."""
+    engine = make_engine([full_spec()] * 5)
+    names = [name for name in engine.tensors if name != "model.layers.2.attn"]
+    engine.config.kv_cache_groups[0].layer_names.remove("model.layers.2.attn")
+    caches = engine.understood()
+    assert caches.geometry.lanes == (LaneGroup(4, 2, 4096),)
+    assert gathered(caches, [3, 1]) == engine.bytes_of([3, 1], names)
+
+
 def test_a_layer_that_shares_the_kv_of_another_is_skipped() -> None:
     engine = make_engine([full_spec()] * 2)
     names = list(engine.tensors)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from connector.metadata import LoadObject
 from connector.tensors import HostCopies
 from connector.worker import GRACE_S, WorkerHalf
-from kvstore.client import Mover, NodeAddress, PullItem, PullResult
+from kvstore.client import Mover, NodeAddress, PullItem, PullResult, PushItem, PushResult
 from kvstore.core import MissReason, TransferFailed, checksums
 from kvstore.transfer import Fault
 from tests.connector.caches import make_engine, mla_spec, vllm_config
@@ -213,6 +213,33 @@ def test_a_mover_that_hangs_is_not_waited_for_and_writes_nothing_later() -> None
     assert rig.load_report().reason is MissReason.TOO_SLOW
 
 
+class Raising:
+    """A mover with a bug."""
+
+    def __init__(self, _: Mover) -> None:
+        self.calls = 0
+
+    def pull_each(self, *_: Any) -> Iterator[tuple[int, PullResult]]:
+        self.calls += 1
+        raise ZeroDivisionError
+
+    def push(self, *_: Any) -> list[PushResult]:
+        self.calls += 1
+        raise ZeroDivisionError
+
+
+def test_a_thread_that_meets_a_bug_still_reports() -> None:
+    """Also more often than there are threads. What may be on its way of a save, nobody knows."""
+    rig = Rig(wrap=Raising)
+    for n in range(6):
+        job = rig.load_job(chain(rig, rig.random_objects(2)), f"r{n}")
+        assert rig.run(job).loads[job.job][0].valid == 0
+        save = rig.save_job([(5, 9)])
+        [report] = rig.run(save).saves[save.job]
+        assert (report.checksums, report.quiet) == ((None,), False)
+    assert rig.everything().invalid == {11, 12, 13, 14}
+
+
 @contextmanager
 def gated(monkeypatch: pytest.MonkeyPatch, method: str) -> Iterator[Gate]:
     """Every scatter or gather waits at a gate in the middle of its work."""
@@ -403,7 +430,17 @@ def test_a_write_that_may_still_land_is_not_quiet() -> None:
 
 def test_a_save_that_waited_until_its_deadline_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it began, so its pages are free at once; and nothing may begin after the report."""
-    rig = Rig()
+    pushed: list[int] = []
+
+    class Counting:
+        def __init__(self, mover: Mover) -> None:
+            self._mover = mover
+
+        def push(self, node: NodeAddress, items: Sequence[PushItem], deadline_s: float) -> list[PushResult]:
+            pushed.append(len(items))
+            return self._mover.push(node, items, deadline_s)
+
+    rig = Rig(wrap=Counting)
     with gated(monkeypatch, "gather") as gate:
         early = [rig.save_job([(5, 9)], deadline_s=600.0) for _ in range(3)]  # all threads that may save
         late = rig.save_job([(6, 3)], deadline_s=1.0)
@@ -412,10 +449,11 @@ def test_a_save_that_waited_until_its_deadline_writes_nothing(monkeypatch: pytes
         rig.clock.now += 1.0 + GRACE_S
         [report] = rig.step().saves[late.job]
         assert (report.checksums, report.quiet) == ((None,), True)
-    rig.run(*early)
+    rig.run(rig.save_job([(6, 3), (5, 9)]))
+    wait_until(lambda: {job.job for job in early} <= rig.reported(rig.step()))
+    assert pushed == [1, 1, 1, 2]
     untouched = bytes(late.objects[0].size_bytes)
     assert rig.node["one"].read(late.objects[0].extents, late.objects[0].size_bytes) == untouched
-    assert rig.network.writes >= 3
 
 
 def test_a_save_that_hangs_is_reported_at_its_deadline_and_never_again(
@@ -493,6 +531,7 @@ def test_nothing_is_reported_or_begun_after_shutdown() -> None:
     gate.opened.set()
     wait_until(lambda: rig.network.reads >= 1, what="the pull went on")
     rig.step(rig.load_job(chain(rig, data), "late"), rig.save_job([(6, 3)]))
+    rig.clock.now += 60.0
     rig.step()
     assert (rig.everything().finished, rig.reported()) == (set(), set())
     assert held(rig, data) == [False]
