@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.config import Config
-from connector.control import Found, Grant, NotGranted, Promise, Promised, ReportLine, ReserveAsk
+from connector.control import Control, Found, Grant, NotGranted, Promise, Promised, ReportLine, ReserveAsk
 from connector.guard import Breaker
 from connector.metadata import Handshake, Jobs, LoadJob, LoadReport, Reports, SaveJob, SaveReport
 from connector.scheduler import SchedulerHalf
@@ -350,12 +350,14 @@ class Engine:
         shake_hands: bool = True,
         max_seqs: int = 16,
         prefix_caching: bool = True,
+        control: Control | None = None,
         **extra: Any,
     ) -> None:
         self.node = node
         self.now = 1000.0
         self.control = FakeControl(node)
         self.control.clock = lambda: self.now
+        self._real_control = control  # in real time
         self.worker = Worker(node, num_blocks)
         self.config = self._config(role, max_batched, max_seqs, num_blocks, prefix_caching, ahead, extra)
         self.kv_cache_config = kv_cache_config(num_blocks)
@@ -398,6 +400,8 @@ class Engine:
 
     def _scheduler(self, ahead: bool) -> Scheduler:
         def start(vllm_config: Any, cache_config: Any, config: Config, breaker: Breaker) -> SchedulerHalf:
+            if self._real_control is not None:
+                return SchedulerHalf(vllm_config, cache_config, config, self._real_control, breaker)
             return SchedulerHalf(vllm_config, cache_config, config, self.control, breaker, lambda: self.now)
 
         with patch("connector.start.start_scheduler_half", start):

@@ -390,21 +390,21 @@ def test_a_lease_that_ran_out_is_taken_again(node, answer) -> None:
 # --- who asks -----------------------------------------------------------------------------------------
 
 
-def test_roles_and_settings_decide_who_loads_and_who_saves(node) -> None:
-    for number, (role, extra, saves, loads) in enumerate(
-        [
-            ("kv_both", {}, True, True),
-            ("kv_producer", {}, True, False),
-            ("kv_consumer", {}, False, True),
-            ("kv_both", {"save": False}, False, True),
-            ("kv_both", {"load": False}, True, False),
-        ]
-    ):
-        engine = Engine(node, role=role, **extra)
-        node.calls.clear()
-        engine.generate("b", prompt(100 + number, 2 * CHUNK))
-        assert ("reserve" in node.calls, "lookup" in node.calls) == (saves, loads), (role, extra)
-        engine.assert_nothing_left()
+@pytest.mark.parametrize(
+    ("role", "settings", "saves", "loads"),
+    [
+        ("kv_both", {}, True, True),
+        ("kv_producer", {}, True, False),
+        ("kv_consumer", {}, False, True),
+        ("kv_both", {"save": False}, False, True),
+        ("kv_both", {"load": False}, True, False),
+    ],
+)
+def test_roles_and_settings_decide_who_loads_and_who_saves(node, role, settings, saves, loads) -> None:
+    engine = Engine(node, role=role, **settings)
+    engine.generate("b", prompt(4, 2 * CHUNK))
+    assert ("reserve" in node.calls, "lookup" in node.calls) == (saves, loads)
+    engine.assert_nothing_left()
 
 
 def test_requests_are_reported_with_their_outcome(node, answer) -> None:
