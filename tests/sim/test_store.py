@@ -28,9 +28,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.sim.model import PATHS, SIZES, Sim
 
 ARENAS = [6, 7, 12, 20, 40]
-"""Pages: two chunks and up, so that the store is full most of the time."""
+"""Pages: two chunks and up, so that the store is full most of the time. Times below are exact in binary."""
 DURATIONS = [0.5, 10.0, 30.0, 120.0]
-WAITS = [0.0, 0.4, 5.0, 9.9, 10.0, 30.0, 60.0, 119.9, 120.0]
+WAITS = [0.0, 0.5, 5.0, 9.75, 10.0, 30.0, 60.0, 119.75, 120.0]
 
 whos = st.integers(0, 2)
 picks = st.integers(0, 15)
