@@ -1,7 +1,8 @@
 """Objects and their life; the only room that changes state."""
 
-from kvstore.store.mover import Mover
+from kvstore.store.mover import Mover, is_sound
+from kvstore.store.reading import Check
 from kvstore.store.snapshot import ObjectView, Snapshot, TierUse, Totals
 from kvstore.store.store import Store
 
-__all__ = ["Mover", "ObjectView", "Snapshot", "Store", "TierUse", "Totals"]
+__all__ = ["Check", "Mover", "ObjectView", "Snapshot", "Store", "TierUse", "Totals", "is_sound"]

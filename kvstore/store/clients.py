@@ -6,6 +6,11 @@ pages and for reserved + held pages is the same, with another share of the arena
 * a client may always hold `OBJECTS_PER_CLIENT_MIN` objects of its namespace;
 * beyond that it stays within the share, and within half of it while other clients are active;
 * beyond that all clients together stay within the share.
+
+A process that crashes and starts again is another client each time, and what its lives had reserved is held for
+minutes. So among others there is one bound more: clients that never committed anything may together have
+half of the writers' share, and what they always may have counts within that half against those that did
+commit. A pusher in a crash loop starves its own kind, not those that work.
 """
 
 from collections import OrderedDict
@@ -19,6 +24,7 @@ class Client:
     """What one client holds."""
 
     __slots__ = (
+        "has_committed",
         "held_pages",
         "id",
         "leased",
@@ -32,12 +38,18 @@ class Client:
     def __init__(self, client: ClientId) -> None:
         self.id = client
         self.seen_s = 0.0
+        self.has_committed = False
         self.num_leases = 0
         self.num_reservations = 0
         self.reserved_pages = 0
         self.held_pages = 0
         self.leased: dict[object, int] = {}  # object -> this client's leases that have it
         self.leased_pages = 0  # of those objects, each counted once
+
+    @property
+    def written_pages(self) -> int:
+        """Pages that are out of use for its writing: reserved or held."""
+        return self.reserved_pages + self.held_pages
 
     @property
     def idle(self) -> bool:
@@ -79,6 +91,30 @@ class Clients:
         assert next(latest) is client, "the caller must have spoken last"
         other = next(latest, None)
         return other is not None and other.seen_s > now_s - limits.CLIENT_ACTIVE_S
+
+    def doubtful_pages(self, besides: Client) -> int:
+        """Pages that others than this client, which never committed anything, have reserved or held."""
+        return sum(c.written_pages for c in self if not c.has_committed and c is not besides)
+
+    def may_write(
+        self,
+        client: Client,
+        pages: int,
+        all_pages: int,
+        doubtful_pages: int,
+        floor_pages: int,
+        *,
+        alone: bool,
+    ) -> bool:
+        """Whether the client may reserve `pages` more, when `all_pages` are reserved or held by anybody."""
+        wanted_pages = client.written_pages + pages
+        share_pages = self.reserved_pages_max
+        half_pages = int(share_pages * limits.CLIENT_SHARE_WITH_OTHERS)
+        if client.has_committed:
+            all_pages -= max(0, doubtful_pages - half_pages)
+        elif not alone and wanted_pages > floor_pages and doubtful_pages + wanted_pages > half_pages:
+            return False
+        return within_share(wanted_pages, all_pages + pages, share_pages, floor_pages, alone=alone)
 
     def _make_room(self) -> None:
         if len(self._clients) < limits.CLIENTS_MAX:

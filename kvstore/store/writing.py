@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from kvstore.core import BadRequest, Event, Key, MissReason, State, Tier, limits
-from kvstore.store.clients import Client, Clients, within_share
+from kvstore.store.clients import Client, Clients
 from kvstore.store.deadlines import Deadlines
 from kvstore.store.leases import Leases
 from kvstore.store.listing import Listing
@@ -33,6 +33,7 @@ class Asked(NamedTuple):
     now_s: float
     end_s: float  # of the reservations
     alone: bool
+    doubtful_pages: int  # see `Clients.doubtful_pages`
     spared: set[Hashable]
     """Names in the policy of what the batch offers and continues: none of it is evicted for the rest of it."""
 
@@ -78,7 +79,8 @@ class Writing:
                 )
         alone = not self._clients.others_active(client, now_s)
         end_s = now_s + min(duration_s, limits.RESERVATION_S_MAX)
-        asked = Asked(client, namespace, now_s, end_s, alone, spared=_chain(items))
+        doubtful_pages = self._clients.doubtful_pages(besides=client)
+        asked = Asked(client, namespace, now_s, end_s, alone, doubtful_pages, spared=_chain(items))
         answers = tuple(self._reserve(asked, item) for item in items)
         self._listing.dram.unspare(asked.spared)
         return answers
@@ -102,15 +104,15 @@ class Writing:
         client, namespace = asked.client, asked.namespace
         dram = self._listing.dram
         pages = namespace.pages_of(item.size_bytes)
-        client_pages = client.reserved_pages + client.held_pages + pages
-        all_pages = dram.reserved_pages + dram.held_pages + pages
-        share_pages = self._clients.reserved_pages_max
+        all_pages = dram.reserved_pages + dram.held_pages
         filling = Object(item.key, item.parent, item.depth, namespace, item.size_bytes)
         filling.cold = item.cold
         filling.writer = client.id
         filling.generation = Generation(self._random_bytes(limits.GENERATION_BYTES))
         filling.reservation = Reservation(client, asked.now_s, asked.end_s, filling)
-        room = within_share(client_pages, all_pages, share_pages, namespace.floor_pages, alone=asked.alone)
+        room = self._clients.may_write(
+            client, pages, all_pages, asked.doubtful_pages, namespace.floor_pages, alone=asked.alone
+        )
         if not room or not self._listing.add(filling, pages, asked.spared):
             self._listing.totals.refused += 1
             self._listing.watches.fire(item.key)
@@ -170,6 +172,7 @@ class Writing:
             self._expire(reservation, now_s)
             return self._stale()
         self._end(reservation)
+        client.has_committed = True
         self._listing.totals.committed += 1
         self._listing.publish(listed, item.table)
         return Committed()

@@ -13,9 +13,7 @@ from random import Random
 
 from kvstore.core import Key, Manifest, MissReason, Tier, checksums, limits, pages_for
 from kvstore.policy import PrefixLru
-from kvstore.store import Store
-from kvstore.store.mover import is_sound
-from kvstore.store.reading import Check
+from kvstore.store import Check, Store, is_sound
 from kvstore.tiers import Arena
 from kvstore.wire import (
     Acquire,
