@@ -43,8 +43,20 @@ def test_a_writer_alone_may_reserve_the_whole_share() -> None:
 
 def test_among_others_a_writer_may_reserve_half_of_it() -> None:
     world = World(pages=150)
+    world.put(ANN, ["first"])
     world.reserve(BOB, ["other"])
     assert granted(world, ANN, NAMES) == 7
+
+
+def test_writers_that_never_committed_share_one_half() -> None:
+    """The lives of a pusher in a crash loop: each is a new client, and none is heard of again."""
+    world = World(pages=150)
+    world.put(ANN, ["first"])
+    lives = [ClientId(bytes([life]) * limits.CLIENT_ID_BYTES) for life in range(1, 5)]
+    had = [granted(world, life, NAMES[8 * n : 8 * n + 8]) for n, life in enumerate(lives)]
+    assert had == [7, *[limits.OBJECTS_PER_CLIENT_MIN] * 3]
+    assert granted(world, ANN, NAMES[40:]) == 7
+    assert granted(world, BOB, ["bob", "bobby", "robert"]) == limits.OBJECTS_PER_CLIENT_MIN
 
 
 def test_others_do_not_count_when_they_have_been_silent() -> None:
