@@ -1,0 +1,98 @@
+"""Client processes to be killed: forked from a server that has everything imported, so that a life costs no start."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+
+from kvstore.core import Key
+from tests.faults.support import Engine, chain, shape
+
+OBJECT_BYTES = 1 << 20
+MANIFEST = shape(OBJECT_BYTES, "killed")
+OBJECTS = 8
+LIVES_S = 60  # should a test forget one
+
+
+def push_for_ever(node: str, seed: int, duration_s: float, told: Connection) -> None:
+    """Pushes chains, one after the other; tells each seed before its objects move."""
+    signal.alarm(LIVES_S)
+    with Engine(node, MANIFEST) as engine:
+        while True:
+            grants = [g for g in engine.reserve(_chain(seed), duration_s) if g.granted]
+            told.send(seed)
+            if grants and (address := grants[0].address) is not None:
+                engine.commit(grants, engine.push(address, grants))
+            seed += 1
+
+
+def pull_for_ever(node: str, seed: int, duration_s: float, told: Connection) -> None:
+    """Pulls one chain again and again; tells how many of its objects are promised before they move."""
+    signal.alarm(LIVES_S)
+    with Engine(node, MANIFEST) as engine:
+        while True:
+            promise = engine.acquire(_chain(seed), duration_s)
+            told.send(len(promise))
+            engine.pull(promise)
+            engine.release(promise)
+
+
+def reserve_for_ever(node: str, seed: int, duration_s: float, told: Connection) -> None:
+    """Reserves all it can get and never writes."""
+    signal.alarm(LIVES_S)
+    with Engine(node, MANIFEST, staging_bytes=4096) as engine:
+        while True:
+            told.send(sum(g.granted is not None for g in engine.reserve(_chain(seed), duration_s)))
+            seed += 1
+
+
+def _chain(seed: int) -> list[Key]:
+    return chain(MANIFEST.namespace, OBJECTS, seed)
+
+
+class Nursery:
+    """Where client processes come from."""
+
+    def __init__(self) -> None:
+        self._context: ForkServerContext = get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.faults.clients", "mooncake.engine"])
+
+    @contextlib.contextmanager
+    def client(self, work, node: str, seed: int, duration_s: float) -> "Iterator[Doomed]":
+        """One client process."""
+        here, there = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=work, args=(node, seed, duration_s, there), daemon=True)
+        process.start()
+        there.close()
+        try:
+            yield Doomed(process.pid or 0, here)
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+            here.close()
+
+
+class Doomed:
+    """A client process, and what it says."""
+
+    def __init__(self, pid: int, says: Connection) -> None:
+        self.pid = pid
+        self._says = says
+        self.heard: list[int] = []
+
+    def hears(self, deadline_s: float = 30.0) -> int:
+        """The next thing it says."""
+        assert self._says.poll(deadline_s), "a client process says nothing"
+        self.heard.append(self._says.recv())
+        return self.heard[-1]
+
+    def kill(self) -> None:
+        """SIGKILL, now."""
+        os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(EOFError):
+            while self._says.poll(5):
+                self.heard.append(self._says.recv())

@@ -1,0 +1,201 @@
+"""Bytes that land late damage nobody: a node is stopped in the middle of a transfer, its client gives up, others
+move on, and then the node is continued.
+
+Mutants that must fail here: pages of an abort that was not quiet are free at once (`hold_s` of 1 ms); a slot is
+given back although its transfer had not ended.
+"""
+
+import random
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from kvstore.client import Grant, NodeAddress
+from kvstore.core import Extents, Key
+from tests.faults.support import ArenaWindow, Engine, chain, extents_of, payload, shape
+from tests.support import wait_until
+from tests.support.node import RunningNode, running_node
+
+pytestmark = pytest.mark.process
+
+OBJECT_BYTES = 2 << 20
+PAGE_BYTES = 1 << 20
+OBJECTS = 6
+GIVES_UP_S = 0.3
+READ_S = 0.004  # about what reading all objects takes
+RESERVED_S = 3.0
+HOLD_S = 5.0  # of this node; the bytes land as soon as it is continued
+MANIFEST = shape(OBJECT_BYTES)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory) -> Iterator[RunningNode]:
+    folder = tmp_path_factory.mktemp("late")
+    with running_node(folder, dram_size_bytes="160MiB", transfer_hold_s=HOLD_S) as running:
+        yield running
+
+
+class Story:
+    """One stuck engine and another one on a node, over many rounds, and what was seen."""
+
+    def __init__(self, node: RunningNode, stuck: Engine, other: Engine, seed: int) -> None:
+        self.node = node
+        self.stuck = stuck
+        self.other = other
+        self.rng = random.Random(seed)
+        self.seed = seed
+        self.hits = self.reads = 0
+        self.rounds_hit = self.late_objects = 0
+
+    def fresh(self) -> list[Key]:
+        self.seed += 1
+        return chain(MANIFEST.namespace, OBJECTS, self.seed)
+
+    def store(self) -> list[Key]:
+        """What the other engine gets stored now, though some pages are held."""
+        keys = self.fresh()
+        wait_until(lambda: len(self.other.put(keys)) == len(keys), HOLD_S + 10, "all objects are stored")
+        return keys
+
+    def granted(self, keys: list[Key]) -> list[Grant]:
+        """What the stuck engine may write, though pages of earlier rounds are held for it."""
+
+        def all_granted() -> list[Grant]:
+            grants = [grant for grant in self.stuck.reserve(keys, RESERVED_S) if grant.granted]
+            return grants if len(grants) == len(keys) else []
+
+        return wait_until(all_granted, RESERVED_S + HOLD_S + 5, "all is granted")
+
+    def read(self, engine: Engine, keys: list[Key]) -> None:
+        self.reads += len(keys)
+        self.hits += engine.get(keys)
+
+    def freeze_at(self, number: int) -> None:
+        if number == self.freezes_at:
+            self.node.freeze()
+
+    def others_are_not_kept_waiting(self, keys: list[Key]) -> None:
+        assert self.other.get(keys) == 0, "a stopped node has answered"
+
+    def back(self) -> None:
+        """Both engines talk to the node again, and nothing of the stuck one moves any more."""
+        for engine in (self.stuck, self.other):
+            wait_until(partial(trusts, engine), 10, "the breaker is closed")
+        wait_until(lambda: self.stuck.staging.stats().retired_bytes == 0, 20, "retired staging comes back")
+
+    def write_round(self, aborts: bool) -> None:
+        keys = self.store()
+        grants = self.granted(self.fresh())
+        self.freezes_at = self.rng.randrange(len(grants))
+        address = grants[0].address
+        assert address is not None
+        results = self.stuck.push(address, grants, timeout_s=GIVES_UP_S, before=self.freeze_at)
+        lost = [grant for grant, r in zip(grants, results, strict=True) if not r.ok and not r.quiet]
+        self.rounds_hit += bool(lost)
+        with ArenaWindow(self.node, PAGE_BYTES) as arena:
+            before = [arena.read(self.extents(grant), OBJECT_BYTES) for grant in lost]
+            if aborts:
+                self.stuck.abort(grants, results)
+            self.others_are_not_kept_waiting(keys)
+            self.node.thaw()
+            new = self.store()  # at once: it must not get the pages that bytes land in
+            self.back()
+            for grant, old in zip(lost, before, strict=True):
+                now = arena.read(self.extents(grant), OBJECT_BYTES)
+                self.late_objects += now != old and now == payload(grant.item.key, OBJECT_BYTES)
+        for some in (new, keys):
+            self.read(self.other, some)
+            self.read(self.stuck, some)
+
+    def read_round(self) -> None:
+        keys, more = self.store(), self.store()
+        promise = self.stuck.acquire(keys)
+        assert len(promise) == len(keys)
+        retired = self.stuck.staging.stats().retirements
+        freezes = threading.Timer(self.rng.uniform(0, READ_S), self.node.freeze)
+        freezes.start()
+        results = self.stuck.pull(promise, timeout_s=GIVES_UP_S)
+        freezes.join()
+        self.rounds_hit += self.stuck.staging.stats().retirements > retired and not results[-1].ok
+        self.stuck.release(promise)
+        self.others_are_not_kept_waiting(keys)
+        self.node.thaw()
+        self.read_at_once(more)
+        self.back()
+        self.read(self.stuck, keys)
+        self.read(self.other, keys)
+
+    def read_at_once(self, keys: list[Key]) -> None:
+        """Through the same staging, while late bytes come."""
+        wait_until(partial(trusts, self.stuck), 10, "the breaker is closed")
+        self.read(self.stuck, keys)
+
+    @staticmethod
+    def extents(grant: Grant) -> Extents:
+        assert grant.granted is not None
+        return extents_of(grant.granted.extents)
+
+
+def trusts(engine: Engine) -> bool:
+    return engine.client.stats.nodes_in_trouble == 0
+
+
+@pytest.fixture(scope="module")
+def story(node) -> Iterator[Story]:
+    with (
+        Engine(node.control, MANIFEST, request_timeout_s=GIVES_UP_S) as stuck,
+        Engine(node.control, MANIFEST, request_timeout_s=GIVES_UP_S) as other,
+    ):
+        yield Story(node, stuck, other, 1000)
+
+
+def test_late_bytes_of_a_write_land_in_held_pages(story, rounds) -> None:
+    story.hits = story.reads = story.rounds_hit = 0
+    count = rounds(2, 25)
+    for number in range(count):
+        story.write_round(aborts=number % 2 == 0)
+    assert story.rounds_hit >= 0.9 * count, "the node was not stopped in the middle of writes"
+    assert story.late_objects >= 0.5 * count, "no byte came late"
+    assert story.hits >= 0.9 * story.reads
+    assert story.node.stats()["store"]["totals"]["bad_copies"] == 0
+
+
+def test_late_bytes_of_a_read_land_in_retired_staging(story, rounds) -> None:
+    story.hits = story.reads = story.rounds_hit = 0
+    count = rounds(2, 25)
+    for _ in range(count):
+        story.read_round()
+    assert story.rounds_hit >= 0.5 * count, "the node was not stopped in the middle of reads"
+    assert story.hits >= 0.9 * story.reads
+    assert story.node.stats()["store"]["totals"]["bad_copies"] == 0
+
+
+def test_a_client_of_the_previous_boot_cannot_touch_the_next_one(tmp_path) -> None:
+    """Old ports lead nowhere; and if a port came back, old addresses would be refused."""
+    keys = chain(MANIFEST.namespace, 2, 1)
+    with running_node(tmp_path, dram_size_bytes="64MiB") as node, Engine(node.control, MANIFEST) as stale:
+        grants = stale.reserve(keys)
+        old = grants[0].address
+        assert old is not None
+        assert all(result.ok for result in stale.push(old, grants)), "it could write to its own boot"
+        node.kill()
+        with (
+            running_node(tmp_path, dram_size_bytes="64MiB", control_listen=node.control) as again,
+            ArenaWindow(again, PAGE_BYTES) as arena,
+            Engine(again.control, MANIFEST) as fresh,
+        ):
+            assert len(fresh.put(keys)) == len(keys)
+            whole = extents_of([(0, 64)])
+            before = arena.read(whole, 64 << 20)
+            new = fresh.address()
+            assert old.segments != new.segments
+            assert old.arena_base != new.arena_base
+            old_addresses = NodeAddress(
+                new.node, new.boot, new.control, new.segments, old.arena_base, new.page_bytes
+            )
+            for address in (old, old_addresses):
+                assert not any(result.ok for result in stale.push(address, grants, timeout_s=8.0))
+            assert arena.read(whole, 64 << 20) == before
+            assert fresh.get(keys) == len(keys)
