@@ -59,7 +59,9 @@ class Catalog:
             raise CatalogDamaged(f"{folder} was being read when the process ended")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._env = lmdb.open(str(folder), map_size=self._map_bytes(), max_dbs=len(_TABLES), max_readers=512)
+            self._env = lmdb.open(
+                str(folder), map_size=self._map_bytes(), max_dbs=len(_TABLES), max_readers=512
+            )
         except (lmdb.Error, OSError) as error:
             raise CatalogDamaged(f"{folder} cannot be opened: {error}") from error
         try:

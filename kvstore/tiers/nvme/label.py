@@ -25,6 +25,7 @@ UUID_BYTES = 16
 MOUNT_BYTES = 8
 NODE_BYTES_MAX = 256
 PAGES_MIN = 8
+SPARE_SLOTS = 128  # beside one for each page: for manifests, and tables that are larger than a slot
 
 _FIXED = struct.Struct("<8sQII16sQ8sQQQQQQQ")
 _CHECKED_FROM = 16
@@ -58,7 +59,7 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_label(size_bytes: int, page_bytes: int, node: str, uuid: bytes, created_s: int) -> Label:
-    """The label of a device of this size: one slot for each page, so that an object of one page has one, too.
+    """The label of a device of this size: slots enough for objects of one page each.
 
     Raises:
         BadConfiguration: the device is too small, or the node's name too long.
@@ -69,13 +70,15 @@ def new_label(size_bytes: int, page_bytes: int, node: str, uuid: bytes, created_
         )
     if not node or len(node.encode()) > NODE_BYTES_MAX:
         raise BadConfiguration(f"a node's name has 1 to {NODE_BYTES_MAX} bytes")
-    count = (size_bytes - RECORDS_OFFSET - page_bytes) // (page_bytes + SLOT_BYTES)
+    fixed_bytes = RECORDS_OFFSET + SPARE_SLOTS * SLOT_BYTES + page_bytes  # a page for the alignment of data
+    count = (size_bytes - fixed_bytes) // (page_bytes + SLOT_BYTES)
     if count < PAGES_MIN:
         raise BadConfiguration(
             f"{size_bytes} bytes are too few: with pages of {page_bytes} bytes a device needs at least "
-            f"{RECORDS_OFFSET + page_bytes + PAGES_MIN * (page_bytes + SLOT_BYTES)}"
+            f"{fixed_bytes + PAGES_MIN * (page_bytes + SLOT_BYTES)}"
         )
-    data_offset = -(-(RECORDS_OFFSET + count * SLOT_BYTES) // page_bytes) * page_bytes
+    slot_count = count + SPARE_SLOTS
+    data_offset = -(-(RECORDS_OFFSET + slot_count * SLOT_BYTES) // page_bytes) * page_bytes
     return Label(
         uuid=uuid,
         node=node,
@@ -85,7 +88,7 @@ def new_label(size_bytes: int, page_bytes: int, node: str, uuid: bytes, created_
         size_bytes=size_bytes,
         page_bytes=page_bytes,
         page_count=count,
-        slot_count=count,
+        slot_count=slot_count,
         records_offset=RECORDS_OFFSET,
         data_offset=data_offset,
     )

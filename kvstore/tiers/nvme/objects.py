@@ -141,7 +141,7 @@ class Objects:
             return Refusal.DEVICE_DOWN
         if self.writing_bytes and self.writing_bytes + size_bytes > limits.NVME_WRITING_BYTES_MAX:
             return Refusal.BUSY
-        if self.pages_of(size_bytes) > self.space.free_pages:
+        if self.pages_of(size_bytes) > self.space.free_pages or not self.space.free_slots:
             return Refusal.NO_ROOM
         return None
 

@@ -4,13 +4,14 @@ import hashlib
 import random
 from pathlib import Path
 
-from kvstore.core import Extent, Key, Manifest, Namespace, limits
+from kvstore.core import Extent, Key, Manifest, Namespace
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.device import aligned
+from kvstore.tiers.nvme.label import RECORDS_OFFSET, SPARE_SLOTS
 from kvstore.tiers.nvme.mounting import Mounted, format_device, mount
 from kvstore.tiers.nvme.objects import NewObject
 from kvstore.tiers.nvme.pieces import io_bytes, pieces, table_of
-from kvstore.tiers.nvme.records import Kind, Record
+from kvstore.tiers.nvme.records import SLOT_BYTES, Kind, Record
 from kvstore.tiers.nvme.space import Space
 from kvstore.tiers.nvme.volume import Put, Volume
 from kvstore.wire import Generation
@@ -63,7 +64,7 @@ def some_bytes(seed: object, size: int = CHUNK_BYTES) -> bytes:
 
 def formatted_image(pages: int = 24, power: Power | None = None, seed: int = 1) -> bytes:
     """The image of a small formatted device."""
-    size = 128 * limits.KIB + PAGE_BYTES + pages * (PAGE_BYTES + 4_096)
+    size = RECORDS_OFFSET + SPARE_SLOTS * SLOT_BYTES + PAGE_BYTES + pages * (PAGE_BYTES + SLOT_BYTES)
     device = CrashDevice(bytes(size), power or Power())
     format_device(device, NODE, PAGE_BYTES, random_bytes=random.Random(seed).randbytes)
     return bytes(device.live)
