@@ -35,18 +35,18 @@ def write_note(namespace: Namespace, links: Sequence[Link], nodes: Sequence[str]
 
 
 def read_note(params: Any, namespace: Namespace, links: Sequence[Link]) -> HandOff | str | None:
-    """The hand-off that a request carries; None without one; a text when it cannot be used, saying why."""
+    """The hand-off that a request carries; None without one; why it cannot be used, as "kind: details"."""
     if not isinstance(params, dict) or NAME not in params:
         return None
     try:
         note = msgspec.convert(params[NAME], _Note)
     except msgspec.ValidationError as error:
-        return f"kv_transfer_params.{NAME} cannot be read: {error}"
+        return f"it cannot be read: {error}"
     if note.namespace != namespace.hex():
         return (
-            f"the prefill engine works in namespace {note.namespace[:16]}, this engine in {namespace.hex()[:16]}: "
-            "their weights, model configuration, KV format or chunk_tokens differ"
+            f"it comes from another namespace: {note.namespace[:16]!r}, not {namespace.hex()[:16]!r} as here "
+            "(weights, model configuration, KV format or chunk_tokens differ)"
         )
     if not any(link.stop == note.tokens and link.key.hex() == note.last for link in links):
-        return "the prompt that was handed off is not the prompt of this request"
+        return "it is of another prompt: no link of this request has its last key"
     return HandOff(note.tokens, tuple(note.nodes[:NODES_MAX]))

@@ -91,11 +91,12 @@ class SchedulerHalf:
             return False, None
         self.asks.close(state.ask)
         namespace = self.session.namespace
-        if was_aborted(request) or namespace is None or not state.links or state.epoch != self.shared.epoch:
+        current = namespace is not None and state.epoch == self.shared.epoch
+        if not self.shared.config.save or not current or not state.links or was_aborted(request):
             return False, None
-        if self.shared.config.save:
-            self.saves.finished(state)
+        self.saves.finished(state)
         num_links, nodes = self.saves.covered(state.links)
+        assert namespace is not None
         return False, write_note(namespace, state.links[:num_links], nodes)
 
     def _prepare(self, state: RequestState) -> bool:
@@ -107,7 +108,7 @@ class SchedulerHalf:
         if namespace is None or (state.adapter is not None and not state.adapter.done()):
             return False
         self.asks.close(state.ask)
-        state.ask, state.offered, state.handoff = Ask(), 0, None
+        state.ask, state.offered, state.handoff = Ask(), 0, None  # also a new deadline for what comes now
         state.epoch = self.shared.epoch
         if state.adapter is not None and (state.adapter.exception() or state.adapter.result() is None):
             state.links = ()
@@ -122,7 +123,9 @@ class SchedulerHalf:
         if isinstance(note, HandOff):
             state.handoff = note
         elif note is not None:
-            self.shared.stats.say_once(note, f"a hand-off is ignored: {note}")
+            self.shared.stats.say_once(
+                note.partition(":")[0], f"a hand-off is ignored, {note}; later ones silently"
+            )
         return True
 
     # --- loads ----------------------------------------------------------------------------------------
@@ -241,5 +244,7 @@ class SchedulerHalf:
         return True
 
     def shutdown(self) -> None:
-        """Ends the conversation with the store."""
+        """Ends the conversation with the store. What was being written there ends by itself."""
+        for lease in list(self.shared.leases.held):
+            self.shared.leases.release(lease)
         self.shared.control.close()

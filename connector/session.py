@@ -70,7 +70,13 @@ class Session:
             except BadConfiguration as error:
                 self.refuse(str(error))
                 return
-            self._open(manifest)
+            size_bytes = manifest.geometry.object_bytes(manifest.chunk_tokens)
+            if size_bytes > self._shared.config.staging_bytes:
+                self.refuse(
+                    f"a chunk takes {size_bytes} bytes, more than staging_bytes in kv_connector_extra_config"
+                )
+            else:
+                self._open(manifest)
 
     def reset(self) -> None:
         """The weights have changed under the engine: a fresh namespace, shared with nobody."""

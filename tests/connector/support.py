@@ -363,7 +363,7 @@ class Engine:
         self.kv_cache_config = kv_cache_config(num_blocks)
         self.scheduler = self._scheduler(ahead)
         self.connector = self.scheduler.connector
-        self.half: SchedulerHalf = self.connector._scheduler
+        self.half = self._first_half()
         self.tokens: dict[str, list[int]] = {}
         self.model_tokens: dict[str, list[int]] = {}
         self.params: dict[str, Any] = {}
@@ -405,13 +405,20 @@ class Engine:
             return SchedulerHalf(vllm_config, cache_config, config, self.control, breaker, lambda: self.now)
 
         with patch("connector.start.start_scheduler_half", start):
-            return (AsyncScheduler if ahead else Scheduler)(
-                vllm_config=self.config,
-                kv_cache_config=self.kv_cache_config,
-                structured_output_manager=StructuredOutputManager(self.config),
-                block_size=BLOCK,
-                log_stats=True,
-            )
+            return self._make_scheduler(ahead)
+
+    def _make_scheduler(self, ahead: bool) -> Scheduler:
+        return (AsyncScheduler if ahead else Scheduler)(
+            vllm_config=self.config,
+            kv_cache_config=self.kv_cache_config,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+
+    def _first_half(self) -> SchedulerHalf:
+        half: SchedulerHalf = self.connector._scheduler
+        return half
 
     # requests
 

@@ -49,6 +49,24 @@ def test_every_setting_says_what_it_means() -> None:
     assert all(meaning for _, meaning, _ in described)
 
 
+def row(name: str, meaning: str, default: object) -> str:
+    shown = (
+        str(default).lower()
+        if isinstance(default, bool)
+        else f"{default:_}"
+        if isinstance(default, int)
+        else default
+    )
+    return f"| `{name}` | {f'`{shown}`' if shown != '' else 'empty'} | {meaning} |"
+
+
+def test_the_documentation_lists_them_all(repository) -> None:
+    rows = [
+        line for line in (repository / "docs/CONNECTOR.md").read_text().splitlines() if line.startswith("| `")
+    ]
+    assert rows == [row(*setting) for setting in describe()]
+
+
 def test_the_token_comes_from_a_file(tmp_path) -> None:
     assert read_token(read_config({})) == b""
     file = tmp_path / "token"

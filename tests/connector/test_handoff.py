@@ -154,7 +154,9 @@ def test_a_hand_off_between_different_models_is_said_and_makes_nobody_wait(node,
     decode = Engine(node, weights_version="other")
     decode.submit("d", TEXT, params=params)
     assert decode.step().num_scheduled_tokens
-    assert "a hand-off is ignored: the prefill engine works in namespace" in caplog_vllm.text
+    decode.submit("e", TEXT, params=params)
+    assert decode.step().num_scheduled_tokens
+    assert caplog_vllm.text.count("a hand-off is ignored, it comes from another namespace: '") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 import inspect
 import random
+from dataclasses import replace
 
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, supports_hma
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 import connector
@@ -197,6 +199,15 @@ def test_weights_that_cannot_be_identified_are_said_and_not_shared(node, monkeyp
     assert "the weights are nowhere to be seen: this engine neither saves nor loads KV" in caplog_vllm.text
 
 
+def test_a_chunk_that_does_not_fit_into_staging_is_said(node, caplog_vllm) -> None:
+    engine = Engine(node, shake_hands=False)
+    large = replace(HANDSHAKE, lanes=((1024, 8, 1 << 20),))
+    engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): large})
+    engine.generate("a", TEXT)
+    assert node.calls == []
+    assert "a chunk takes 34359738368 bytes, more than staging_bytes" in caplog_vllm.text
+
+
 # --- errors of our own --------------------------------------------------------------------------------
 
 
@@ -280,10 +291,52 @@ def test_the_harmless_answer_to_a_step_is_no_jobs(node, monkeypatch) -> None:
     assert engine.connector.build_connector_meta(None) == Jobs()
 
 
-def test_shutdown_ends_the_conversation(node) -> None:
+def test_shutdown_gives_leases_back_and_ends_the_conversation(node, answer) -> None:
     engine = Engine(node)
+    engine.worker.hold_loads = True
+    engine.submit("b", TEXT)
+    engine.step()
+    assert node.leases
     engine.connector.shutdown()
+    assert not node.leases
     assert engine.control.closed
+
+
+# --- adapters -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    return str(tmp_path)
+
+
+def test_kv_of_an_adapter_is_shared_with_the_same_adapter_only(node, adapter, answer) -> None:
+    first = Engine(node).generate("a", TEXT, lora_request=LoRARequest("tuned", 1, adapter))
+    assert first != answer
+    assert len(node.objects) == 8
+    other = Engine(node)
+    assert other.generate("b", TEXT, lora_request=LoRARequest("tuned", 7, adapter)) == first
+    assert other.half.shared.stats.pulled_tokens == 3 * CHUNK + 2 * BLOCK
+    assert other.generate("c", TEXT) == answer
+    other.assert_nothing_left()
+
+
+def test_an_adapter_without_files_is_neither_saved_nor_loaded(node, tmp_path) -> None:
+    engine = Engine(node)
+    engine.generate("a", TEXT, lora_request=LoRARequest("tuned", 1, str(tmp_path / "nowhere")))
+    assert node.calls == []
+    assert engine.half.shared.stats.misses == {MissReason.LAYOUT_UNSUPPORTED: 1}
+    engine.assert_nothing_left()
+
+
+def test_a_session_whose_prompt_grows_is_left_alone(node) -> None:
+    engine = Engine(node)
+    engine.submit("a", TEXT, resumable=True)
+    for _ in range(5):
+        engine.step()
+    assert node.calls == []
 
 
 # --- everything at once -------------------------------------------------------------------------------
