@@ -6,7 +6,7 @@ engine then serves as if there were no store. vLLM is untyped here (its types co
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -43,6 +43,7 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "ModelFacts",
     "SupportsHMA",
+    "attention_backends",
     "attention_isa",
     "block_size_of",
     "logger",
@@ -132,6 +133,12 @@ def is_mla(spec: Any) -> bool:
 def uses_mla(vllm_config: Any) -> bool:
     """Whether the whole model does. False where vLLM only probes, without a model."""
     return vllm_config.model_config is not None and bool(vllm_config.model_config.use_mla)
+
+
+def attention_backends(vllm_config: Any, layer_names: Iterable[str]) -> set[str]:
+    """Names of the attention backends that read and write these layers' KV."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {str(layers[name].get_attn_backend().get_name()) for name in layer_names}
 
 
 def attention_isa(vllm_config: Any, spec: Any) -> str:

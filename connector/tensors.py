@@ -25,9 +25,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from connector.compat import attention_isa, is_mla, layer_specs, unsupported_spec
+from connector.compat import attention_backends, attention_isa, is_mla, layer_specs, unsupported_spec
 from connector.metadata import Handshake
 from kvstore.core import Geometry, KVStoreError, LaneGroup
+
+# GPU backends whose source was read: a token of a head is its keys, then its values (MLA: one latent vector).
+_TOKEN_MAJOR = frozenset({"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})
+_TOKEN_MAJOR_MLA = frozenset({"CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA"})
 
 
 class LayoutUnsupported(KVStoreError):
@@ -125,6 +129,8 @@ def understand(
     device = device or next(iter(kv_caches.values())).device.type
     split = _kernel_blocks_per_block(kv_caches, specs, kv_cache_config.num_blocks)
     first = next(iter(specs.values()))
+    if device == "cuda":
+        _check_backends(specs, vllm_config)
     tile_format, unit_tokens = _tile_format(device, first, split, vllm_config)
     slabs = _slabs([_bytes_of(name, kv_caches[name], spec, split) for name, spec in specs.items()])
     lanes = _lanes(slabs, first.block_size // split // unit_tokens)
@@ -173,6 +179,18 @@ def _kernel_blocks_per_block(
     if len(ratios) != 1 or next(iter(ratios))[1] or not next(iter(ratios))[0]:
         raise LayoutUnsupported(f"tensors do not hold the {num_blocks} blocks that vLLM announced")
     return next(iter(ratios))[0]
+
+
+def _check_backends(specs: Mapping[str, Any], vllm_config: Any) -> None:
+    """A shape does not tell what a backend puts into it."""
+    for name, spec in specs.items():
+        unknown = attention_backends(vllm_config, [name]) - (
+            _TOKEN_MAJOR_MLA if is_mla(spec) else _TOKEN_MAJOR
+        )
+        if unknown:
+            raise LayoutUnsupported(
+                f"what the attention backend {unknown.pop()} keeps per token is not known here"
+            )
 
 
 def _tile_format(device: str, spec: Any, split: int, vllm_config: Any) -> tuple[str, int]:

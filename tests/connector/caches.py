@@ -21,10 +21,24 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from connector.tensors import KVCaches, understand
 
 
-def vllm_config(dtype: torch.dtype = torch.float32, cache_dtype: str = "auto") -> Any:
+class Layers(dict[str, Any]):
+    """vLLM's layers by name, all of one attention backend."""
+
+    def __init__(self, backend: str) -> None:
+        self._layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
+
+    def __missing__(self, name: str) -> Any:
+        return self._layer
+
+
+def vllm_config(
+    dtype: torch.dtype = torch.float32, cache_dtype: str = "auto", backend: str = "FLASH_ATTN"
+) -> Any:
     """As much of vLLM's configuration as the worker half reads."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(dtype=dtype), cache_config=SimpleNamespace(cache_dtype=cache_dtype)
+        model_config=SimpleNamespace(dtype=dtype),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        compilation_config=SimpleNamespace(static_forward_context=Layers(backend)),
     )
 
 

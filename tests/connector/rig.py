@@ -18,8 +18,7 @@ from connector.metadata import (
 )
 from connector.worker import WorkerHalf
 from kvstore.client import Mover, NodeAddress, Staging
-from kvstore.core import Extent, Extents, Geometry, Key, checksums, locate, pages_for
-from kvstore.core.geometry import Span
+from kvstore.core import Extent, Extents, Geometry, Key, Span, checksums, locate, pages_for
 from kvstore.transfer import InProcessNetwork, InProcessTransfer
 from kvstore.wire import BootId, NodeId
 from tests.connector.caches import Engine, full_spec, make_engine, vllm_config

@@ -1,7 +1,7 @@
 """What makes two engines the same: weights without their path, configuration without what does not matter.
 
-Mutants that were tried and are caught: the path in the fingerprint; the size instead of the bytes; the first
-sample only; no sample inside; a header left out; the configuration's irrelevant fields left in.
+Mutants that were tried and are caught: the path in the fingerprint; sizes, headers, samples inside tensors or at
+their ends left out.
 """
 
 import json
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import ModelConfig, VllmConfig
 
 from connector import identity
-from connector.compat import ModelFacts
+from connector.compat import ModelFacts, _weights_folder, model_facts
 from connector.identity import (
     WeightsUnknown,
     adapter_digest,
@@ -326,3 +327,44 @@ def test_dummy_weights_depend_on_the_ranks() -> None:
 def test_an_unsupported_layout_has_no_manifest() -> None:
     with pytest.raises(AssertionError, match="unsupported"):
         build_manifest(facts(), "version:1", Handshake(unsupported="MLA on CPU"), 256)
+
+
+# --- what vLLM says -------------------------------------------------------------------------------------
+
+
+def served(model_path: Path, **changes: Any) -> ModelFacts:
+    """The facts of an engine that vLLM itself has configured."""
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(model_path), dtype="float32", max_model_len=1024, **changes)
+    )
+    return model_facts(config)
+
+
+def test_the_facts_are_those_of_vllm(model_path: Path) -> None:
+    found = served(model_path)
+    assert (found.weights, found.load_format, found.ranks, found.max_model_len) == (
+        model_path,
+        "auto",
+        (1, 1),
+        1024,
+    )
+    model = model_identity(found)
+    assert (model["hidden_size"], model["rope_parameters.rope_theta"]) == (576, 100000.0)
+    assert (model["engine.dtype"], model["model_type"]) == ("float32", "llama")
+    assert not [name for name, value in model.items() if str(model_path) in str(value)], "no path is in it"
+
+
+def test_overrides_of_the_configuration_take_part(model_path: Path) -> None:
+    """Rope is scaled by an option of the engine, not by a file."""
+    scaled = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100000.0}}
+    one, other = (
+        model_identity(made) for made in (served(model_path), served(model_path, hf_overrides=scaled))
+    )
+    assert other["rope_parameters.factor"] == 2.0
+    assert one != other
+
+
+def test_a_model_that_was_never_downloaded_says_so() -> None:
+    folder = _weights_folder("nobody/nothing", None, None)
+    with pytest.raises(WeightsUnknown, match="no weights"):
+        weights_fingerprint(folder)

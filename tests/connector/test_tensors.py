@@ -1,8 +1,8 @@
 """Engine blocks to objects and back, on tensors that vLLM's own code has made.
 
-Mutants that were tried and are caught: heads and blocks swapped in the object; layers in the order of their
-names as text; kernel blocks taken for blocks; None written as block 0; the last slab left out; a stride of
-the first layer used for all.
+Mutants that were tried and are caught: heads of a tile reversed; layers in the order of their names as text; kernel
+blocks taken for blocks; None written as block 0; layers at uneven distances taken for even ones; equal slabs not
+one group of lanes; overlapping tiles accepted.
 """
 
 from dataclasses import replace
@@ -99,7 +99,7 @@ def test_on_gpu_block_sizes_do_not_matter() -> None:
 
 
 def test_mla_is_one_lane_per_layer() -> None:
-    caches = make_engine([mla_spec()] * 3).understood("cuda")
+    caches = make_engine([mla_spec()] * 3).understood("cuda", backend="FLASHMLA")
     assert (caches.tile_format, caches.kv_dtype) == ("gpu-mla", "bfloat16")
     assert caches.geometry.lanes == (LaneGroup(3, 1, 48),)
 
@@ -205,6 +205,14 @@ def test_mla_on_cpu_is_refused() -> None:
 def test_kernel_blocks_on_cpu_are_refused() -> None:
     with pytest.raises(LayoutUnsupported, match="kernel blocks"):
         make_engine([full_spec(64)], kernel_blocks=2).understood()
+
+
+def test_backends_that_were_not_read_are_refused() -> None:
+    """Their tensors have the shape of all others; what is in them is their own business."""
+    with pytest.raises(LayoutUnsupported, match="ROCM_ATTN"):
+        make_engine([full_spec()]).understood("cuda", backend="ROCM_ATTN")
+    with pytest.raises(LayoutUnsupported, match="FLASH_ATTN"):
+        make_engine([mla_spec()]).understood("cuda", backend="FLASH_ATTN")
 
 
 def test_other_devices_are_refused() -> None:
