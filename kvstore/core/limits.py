@@ -80,7 +80,9 @@ CATALOG_MAP_BYTES_MIN = 64 * MIB
 # Index
 INDEX_FIRST_KEYS = 32  # what a lookup asks for before it asks for the rest
 INDEX_EXPIRY_S = 4 * 3_600
-INDEX_PASS_S = 3_600  # how often a node publishes all its keys again
+INDEX_PASS_S = 3_600  # how often, at the latest, a node publishes all its keys again
+INDEX_PASS_S_MIN = 10.0
+INDEX_PASS_KEYS_PER_S = 256  # on average: half a thousandth of what one Redis can do, for each node
 INDEX_BATCH_KEYS_MAX = 256  # keys in one merge: less than a millisecond of Redis' only thread
 INDEX_DIRTY_KEYS_MAX = 262_144  # keys waiting to be published; beyond that, a pass over all keys instead
 HEARTBEAT_S = 2.0

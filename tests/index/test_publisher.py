@@ -231,6 +231,16 @@ async def test_the_regular_pass_repairs_what_nobody_noticed(index) -> None:
         await until(repaired)
 
 
+async def test_passes_are_as_rare_as_there_are_many_keys(index, monkeypatch) -> None:
+    monkeypatch.setattr(publisher, "INDEX_PASS_S_MIN", 0.01)
+    few, many = Node(index), Node(index)
+    few.held, many.held = ({key: Tier.DRAM for key in new_keys(count)} for count in (10, 1_000))
+    monkeypatch.setattr(publisher, "INDEX_PASS_KEYS_PER_S", 20)
+    async with few.running(), many.running():
+        await wait_until_async(lambda: few.publisher.stats.passes >= 3)
+    assert many.publisher.stats.passes == 1, "1,000 keys at 20 a second: not before 50 s are over"
+
+
 async def test_a_pass_takes_half_of_the_way_to_redis_at_most(index) -> None:
     """It rests after each batch for as long as the batch took. A lower bound: slow machines only add to it."""
     node, spent = Node(index), 0.0
