@@ -234,7 +234,7 @@ async def test_the_regular_pass_repairs_what_nobody_noticed(index) -> None:
 async def test_passes_are_as_rare_as_there_are_many_keys(index, monkeypatch) -> None:
     monkeypatch.setattr(publisher, "INDEX_PASS_S_MIN", 0.01)
     few, many = Node(index), Node(index)
-    few.held, many.held = ({key: Tier.DRAM for key in new_keys(count)} for count in (10, 1_000))
+    few.held, many.held = (dict.fromkeys(new_keys(count), Tier.DRAM) for count in (10, 1_000))
     monkeypatch.setattr(publisher, "INDEX_PASS_KEYS_PER_S", 20)
     async with few.running(), many.running():
         await wait_until_async(lambda: few.publisher.stats.passes >= 3)
