@@ -14,6 +14,7 @@ from typing import NamedTuple
 import zmq
 
 from kvstore.client.address import NodeAddress
+from kvstore.client.ending import end_context
 from kvstore.client.link import Link
 from kvstore.core import BadConfiguration, BadRequest, Namespace, NotAuthorised, Overloaded, PeerLost
 from kvstore.wire import (
@@ -134,7 +135,7 @@ class ControlClient:
 
     def _end_context(self) -> None:
         if self._own_context is not None:
-            self._own_context.term()
+            end_context(self._own_context)
 
     async def _greet(self, namespace: Namespace | None) -> None:
         """Says Hello if this boot has not been greeted, or not for this namespace."""

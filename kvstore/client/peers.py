@@ -12,12 +12,14 @@ from kvstore.client.address import NodeAddress
 from kvstore.client.breaker import Breaker, BreakerOpen
 from kvstore.client.config import ClientConfig
 from kvstore.client.control import REFUSALS, TROUBLE, Answer, ControlClient, Undo
+from kvstore.client.ending import end_context
 from kvstore.core import BadConfiguration, KVStoreError, Namespace, PeerLost
 from kvstore.index import NodeRecord
 from kvstore.wire import NodeId, RequestBody, Welcome
 
 log = logging.getLogger(__name__)
 
+END_S = 1.0  # for the last releases of all connections; see `ending`
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):[0-9]{1,5}")
 
 
@@ -141,7 +143,7 @@ class Peers:
         try:
             self.local = self.at(config.node)
         except BadConfiguration:
-            self._context.term()
+            end_context(self._context)
             raise
 
     def at(self, control: str) -> Peer:
@@ -221,4 +223,5 @@ class Peers:
             await asyncio.wait(list(self._probes))
         for peer in self._peers.values():
             peer.control.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._context.term)
+        ending = end_context(self._context)
+        await asyncio.get_running_loop().run_in_executor(None, ending.join, END_S)

@@ -13,6 +13,7 @@ import asyncio
 import errno
 import logging
 import socket
+import threading
 from collections.abc import Callable
 
 import zmq
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 BUDGET_S = 0.005  # of the loop's time per wake-up; timers and other sockets get their turn
 FRAMES_QUEUED_PER_PEER = 64  # of requests; then the peer's connection is not read for a while
+END_S = 2.0
 LINGER_MS = 500  # for the last replies of a node that stops
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 20_000  # then a connection whose other end has vanished is given up
@@ -85,7 +87,13 @@ class Endpoint:
             self._socket.close(linger=LINGER_MS)
             self._socket = None
         if self._context is not None and self._loop is not None:
-            await self._loop.run_in_executor(None, self._context.term)
+            # `term` has been seen to hang for ever (libzmq 4.3.5, a connection that broke while its socket was
+            # closing), so it runs in a thread that nobody must wait for.
+            ending = threading.Thread(target=self._context.term, name="zmq-term", daemon=True)
+            ending.start()
+            await self._loop.run_in_executor(None, ending.join, END_S)
+            if ending.is_alive():
+                log.warning("a client's connection did not end within %g s; it is left to itself", END_S)
             self._context = None
 
     def send(self, peer: bytes, frame: bytes) -> bool:

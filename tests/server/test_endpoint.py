@@ -1,11 +1,14 @@
 """The socket under load: what holds without knowing what the frames say."""
 
 import asyncio
+import threading
 from functools import partial
+from types import SimpleNamespace
 
 import zmq
 
 from kvstore.core import limits
+from kvstore.server import endpoint as endpoint_module
 from kvstore.server.endpoint import Endpoint
 from tests.server.raw import raw_peer
 from tests.support import wait_until_async
@@ -96,3 +99,17 @@ async def test_stop_reading_leaves_replies_possible() -> None:
         await wait_until_async(lambda: peer.socket.poll(0))
         assert len(peers) == 1
     await endpoint.close()
+
+
+async def test_a_connection_that_does_not_end_does_not_keep_the_node(monkeypatch, caplog) -> None:
+    """libzmq has been seen to hang in its `term`. Mutant: wait for it."""
+    monkeypatch.setattr(endpoint_module, "END_S", 0.05)
+    endpoint = Endpoint("127.0.0.1:0", lambda peer, _: None, lambda: None)
+    await endpoint.start()
+    context, hang = endpoint._context, threading.Event()
+    assert context is not None
+    endpoint._context = SimpleNamespace(term=hang.wait)  # type: ignore[assignment]
+    await endpoint.close()
+    assert "did not end" in caplog.text
+    hang.set()
+    context.term()
