@@ -144,7 +144,7 @@ class Catalog:
             for record in freed:
                 self._delete(txn, record)
 
-        self._commit(change)
+        self._commit(change, self._map_bytes_max + self._map_bytes_max // 4)
 
     def finish(self, written: Writes, slots: Iterable[Extent]) -> None:
         """After the device has changed: these objects are there, nothing about these slots is doubtful.
@@ -162,7 +162,7 @@ class Catalog:
                 self._put(txn, "objects", key, _encode_record(record))
                 self._put(txn, "tables", key, record.sequence.to_bytes(8, "big") + payload)
 
-        self._commit(change)
+        self._commit(change, self._map_bytes_max)
 
     def set_meta(self, **values: bytes) -> None:
         """Sets values of the catalog itself.
@@ -175,21 +175,21 @@ class Catalog:
             for name, value in values.items():
                 self._put(txn, "meta", name.encode(), value)
 
-        self._commit(change)
+        self._commit(change, self._map_bytes_max)
 
     def close(self) -> None:
         """Ends it; everything that was written is durable already."""
         self.proved()
         self._env.close()
 
-    def _commit(self, change: Callable[[lmdb.Transaction], None]) -> None:
+    def _commit(self, change: Callable[[lmdb.Transaction], None], map_bytes_max: int) -> None:
         while True:
             try:
                 with self._env.begin(write=True) as txn:
                     change(txn)
                 return
             except lmdb.MapFullError as error:
-                self._grow(error)
+                self._grow(error, map_bytes_max)
             except lmdb.Error as error:
                 raise DeviceDown(f"the catalog in {self.folder} cannot be written: {error}") from error
 
@@ -212,12 +212,13 @@ class Catalog:
         used = data.stat().st_size if data.exists() else 0
         return min(max(limits.CATALOG_MAP_BYTES_MIN, 2 * used), max(self._map_bytes_max, used))
 
-    def _grow(self, full: lmdb.MapFullError) -> None:
+    def _grow(self, full: lmdb.MapFullError, map_bytes_max: int) -> None:
+        """Makes the map larger. What frees may go past what puts may use: LMDB copies what it deletes from."""
         size = self._env.info()["map_size"]
-        if size >= self._map_bytes_max:
+        if size >= map_bytes_max:
             raise DeviceDown(f"the catalog in {self.folder} has reached its bound of {size} bytes") from full
         with self._reading:
-            self._env.set_mapsize(min(2 * size, self._map_bytes_max))
+            self._env.set_mapsize(min(2 * size, map_bytes_max))
 
     def _check_length(self) -> None:
         """A file that was cut would end the process where LMDB touches what is missing.

@@ -22,7 +22,7 @@ from kvstore.tiers.nvme.volume import EPOCH_SHIFT, Volume
 
 log = logging.getLogger(__name__)
 
-_CATALOG_OVERHEAD_BYTES = 1_024  # of an object, beside its table
+_CATALOG_OVERHEAD_BYTES = 2_048  # of an object, beside its table: more than LMDB needs
 
 
 class OpenCatalog(Protocol):
@@ -172,7 +172,8 @@ def _contents(
     device: Device, label: Label, folder: Path, open_catalog: OpenCatalog, *, anew: bool
 ) -> _Contents:
     """The catalog and what is in it, rebuilt if need be."""
-    map_bytes_max = label.slot_count * (SLOT_BYTES + _CATALOG_OVERHEAD_BYTES)
+    per_slot_bytes = SLOT_BYTES + _CATALOG_OVERHEAD_BYTES
+    map_bytes_max = limits.CATALOG_MAP_BYTES_MIN + label.slot_count * per_slot_bytes
     try:
         if anew:
             raise CatalogDamaged("it was asked for")

@@ -152,9 +152,9 @@ class CuttingCatalog(Catalog):
 
     power = Power()
 
-    def _commit(self, change) -> None:
+    def _commit(self, change, map_bytes_max: int) -> None:
         self.power.moment()
-        super()._commit(change)
+        super()._commit(change, map_bytes_max)
         self.power.moment()
 
 
