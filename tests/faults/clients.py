@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from typing import Any
+
+import psutil
 
 from kvstore.core import Key
 from tests.faults.support import Engine, chain, shape
 
 OBJECT_BYTES = 1 << 20
 MANIFEST = shape(OBJECT_BYTES, "killed")
+LARGE = shape(16 << 20, "large")
 OBJECTS = 8
 LIVES_S = 60  # should a test forget one
 
@@ -49,6 +53,27 @@ def reserve_for_ever(node: str, seed: int, duration_s: float, told: Connection) 
             seed += 1
 
 
+def stop_while_writing(node: str, seed: int, duration_s: float, told: Connection) -> None:
+    """Reserves two large objects, tells their pages, and stops itself while the first one is on its way. When it is
+    continued and nothing of them moves any more, it tells how many it could commit."""
+    signal.alarm(LIVES_S)
+    with Engine(node, LARGE) as engine:
+        keys = chain(LARGE.namespace, 2, seed)
+        grants = engine.reserve(keys, duration_s)
+        assert grants[0].granted is not None and grants[0].address is not None
+        told.send([list(extent) for extent in grants[0].granted.extents])
+
+        def stop(number: int) -> None:
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        results = engine.push(grants[0].address, grants, timeout_s=duration_s, first=stop)
+        while engine.staging.stats().retired_bytes:
+            signal.sigtimedwait([], 0.01)
+        told.send(len(engine.commit(grants, results)))
+        signal.pause()
+
+
 def _chain(seed: int) -> list[Key]:
     return chain(MANIFEST.namespace, OBJECTS, seed)
 
@@ -82,13 +107,21 @@ class Doomed:
     def __init__(self, pid: int, says: Connection) -> None:
         self.pid = pid
         self._says = says
-        self.heard: list[int] = []
+        self.heard: list[Any] = []
 
-    def hears(self, deadline_s: float = 30.0) -> int:
+    def hears(self, deadline_s: float = 30.0) -> Any:
         """The next thing it says."""
         assert self._says.poll(deadline_s), "a client process says nothing"
         self.heard.append(self._says.recv())
         return self.heard[-1]
+
+    def is_stopped(self) -> bool:
+        """Whether it has been stopped by a signal."""
+        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL, now."""

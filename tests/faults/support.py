@@ -30,7 +30,18 @@ from kvstore.client import (
     Resident,
     Staging,
 )
-from kvstore.core import Extent, Extents, Geometry, Key, Manifest, Namespace, Span, chunk_key, locate
+from kvstore.core import (
+    Extent,
+    Extents,
+    Geometry,
+    Key,
+    Manifest,
+    Namespace,
+    Span,
+    checksums,
+    chunk_key,
+    locate,
+)
 from kvstore.transfer import MooncakeTransfer, Transfer
 from kvstore.wire import Committed, ReserveItem
 from tests.support.node import RunningNode
@@ -144,13 +155,16 @@ class Engine:
         grants: Sequence[Grant],
         *,
         timeout_s: float = 0.0,
+        first: Callable[[int], None] = lambda _: None,
         before: Callable[[int], None] = lambda _: None,
     ) -> list[PushResult]:
-        """Writes what was granted; `before(n)` is called before the n-th object is sent."""
+        """Writes what was granted; `first(n)` is called before the n-th object is made, `before(n)` before it is
+        sent."""
         part = self.geometry.whole(self.size_bytes)
 
         def source(number: int, key: Key) -> Callable[[memoryview], None]:
             def fill(view: memoryview) -> None:
+                first(number)
                 view[:] = payload(key, self.size_bytes)
                 before(number)
 
@@ -289,3 +303,17 @@ class ArenaWindow:
         """Flips one bit of the byte at this offset of an object."""
         (place,) = locate(extents, self._page_bytes, (Span(at, 1),))
         self._map[place.offset_bytes] ^= 1 << (at % 8)
+
+
+def fill(engine: Engine, arena: ArenaWindow, keys: Sequence[Key]) -> None:
+    """Stores a chain as `Engine.put` does, but by the node's memory itself: for many small objects."""
+    grants = engine.reserve(keys)
+    runs = engine.geometry.runs(engine.size_bytes)
+    done = []
+    for grant in grants:
+        assert grant.granted is not None, grant.answer
+        data = payload(grant.item.key, engine.size_bytes)
+        arena.write(extents_of(grant.granted.extents), data)
+        done.append((grant, checksums(memoryview(data), runs)))
+    answers = engine.run(engine.client.commit(engine.namespace, done))
+    assert all(isinstance(answer, Committed) for answer in answers)

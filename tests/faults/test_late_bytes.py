@@ -1,7 +1,7 @@
 """Bytes that land late damage nobody: a node is stopped in the middle of a transfer, its client gives up, others
 move on, and then the node is continued.
 
-Mutants that must fail here: pages of an abort that was not quiet are free at once (`hold_s` of 1 ms); a slot is
+Mutants that must fail here: pages of a reservation that is over are free at once (a `hold_s` of 1 ms); a slot is
 given back although its transfer had not ended.
 """
 
@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.client import Grant, NodeAddress
 from kvstore.core import Extents, Key
+from tests.faults.clients import Nursery, stop_while_writing
 from tests.faults.support import ArenaWindow, Engine, chain, extents_of, payload, shape
 from tests.support import wait_until
 from tests.support.node import RunningNode, running_node
@@ -160,6 +161,47 @@ def test_late_bytes_of_a_write_land_in_held_pages(story, rounds) -> None:
     assert story.late_objects >= 0.5 * count, "no byte came late"
     assert story.hits >= 0.9 * story.reads
     assert story.node.stats()["store"]["totals"]["bad_copies"] == 0
+
+
+def test_late_bytes_of_a_stopped_writer_land_in_held_pages(tmp_path, rounds) -> None:
+    """It is stopped for longer than its reservation lasts, everybody else uses every page there is, and then it goes
+    on with what was on its way."""
+    small, nursery, late = shape(PAGE_BYTES, "small"), Nursery(), 0
+    count = rounds(1, 10)
+    with (
+        running_node(tmp_path, dram_size_bytes="128MiB", transfer_hold_s=2 * HOLD_S) as node,
+        Engine(node.control, small) as other,
+        ArenaWindow(node, PAGE_BYTES) as arena,
+    ):
+        for number in range(count):
+            wait_until(lambda: held_pages(node) == 0, 2 * HOLD_S + 2, "nothing is held any more")
+            with nursery.client(stop_while_writing, node.control, number, 1.0) as writer:
+                extents = extents_of(writer.hears())
+                wait_until(writer.is_stopped)
+                wait_until(partial(have_expired, node, 2 * (number + 1)), 10, "its reservations are over")
+                before = arena.read(extents, 16 << 20)
+                prompts = [chain(small.namespace, 8, 100 * number + seed) for seed in range(32)]
+                for keys in prompts:
+                    wait_until(partial(is_put, other, keys))
+                writer.resume()
+                assert writer.hears() == 0, "it committed what was not its own any more"
+                late += arena.read(extents, 16 << 20) != before
+                found = [other.get(keys) for keys in prompts]
+                assert sum(found[-8:]) == 8 * 8, found
+        assert late == count, "no byte came late"
+        assert node.stats()["store"]["totals"]["bad_copies"] == 0
+
+
+def is_put(engine: Engine, keys: list[Key]) -> bool:
+    return len(engine.put(keys)) == len(keys)
+
+
+def have_expired(node: RunningNode, count: int) -> bool:
+    return int(node.stats()["store"]["totals"]["expired_reservations"]) >= count
+
+
+def held_pages(node: RunningNode) -> int:
+    return int(node.stats()["store"]["tiers"]["dram"]["held_pages"])
 
 
 def test_late_bytes_of_a_read_land_in_retired_staging(story, rounds) -> None:
