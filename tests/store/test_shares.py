@@ -83,6 +83,14 @@ def test_held_pages_count_as_reserved_ones() -> None:
     assert granted(world, ANN, NAMES) == 15
 
 
+def test_held_pages_of_one_count_for_all() -> None:
+    world = World(pages=150)
+    for name in NAMES[:15]:
+        (grant,) = world.reserve(ANN, [name])
+        world.abort(ANN, name, grant, quiet=False)
+    assert granted(world, BOB, NAMES[32:]) == limits.OBJECTS_PER_CLIENT_MIN
+
+
 def test_what_is_committed_does_not_count_as_reserved() -> None:
     world = World(pages=150)
     store_all(world, 20)

@@ -7,6 +7,7 @@ from kvstore.wire import Busy, CommitItem, Committed, Exists, Filling, Granted, 
 from tests.store.world import (
     ANN,
     BOB,
+    CAT,
     CHUNK_BYTES,
     CHUNK_PAGES,
     NAMESPACE,
@@ -337,6 +338,32 @@ def test_pages_that_are_too_scattered_are_gathered_by_evicting(monkeypatch: pyte
     assert world.free_pages == 3
     assert pages_of(world.reserve(ANN, "g")[0]) == CHUNK_PAGES
     assert world.look("bdf") == "-df"
+
+
+def test_what_was_spared_once_is_not_spared_for_ever() -> None:
+    """Room for b may not cost its parent a; when that attempt has failed, a may go like any other."""
+    world = World(pages=12)
+    for name in "axyz":
+        world.put(ANN, name)
+    world.acquire(BOB, "xy", prefix=False)
+    world.acquire(CAT, "z")
+    assert world.reserve(ANN, "ab")[-1] == NO_ROOM
+    world.release(BOB)
+    world.release(CAT)
+    for name in "stuv":
+        world.put(ANN, name)
+    assert world.look("axyzstuv") == "----stuv"
+
+
+def test_a_batch_does_not_evict_its_own_chain() -> None:
+    """c and d are there, b is not: room for b is made elsewhere, or not at all."""
+    world = World(pages=12)
+    for end in range(1, 5):
+        world.put(ANN, "abcd"[:end])
+    world.drop("b")
+    world.put(ANN, "x")
+    assert [type(answer) for answer in world.reserve(BOB, "abcd")] == [Exists, Granted, Exists, Exists]
+    assert world.look("abcdx") == "a~cd-"
 
 
 def test_cycles_of_parents_cannot_make_objects_immortal() -> None:
