@@ -134,8 +134,9 @@ class ControlClient:
         self._end_context()
 
     def _end_context(self) -> None:
-        if self._own_context is not None:
-            end_context(self._own_context)
+        context, self._own_context = self._own_context, None  # ending one twice at a time aborts the process
+        if context is not None:
+            end_context(context)
 
     async def _greet(self, namespace: Namespace | None) -> None:
         """Says Hello if this boot has not been greeted, or not for this namespace."""

@@ -86,15 +86,15 @@ class Endpoint:
         if self._socket is not None:
             self._socket.close(linger=LINGER_MS)
             self._socket = None
-        if self._context is not None and self._loop is not None:
+        context, self._context = self._context, None  # ending one twice at a time aborts the process
+        if context is not None and self._loop is not None:
             # `term` has been seen to hang for ever (libzmq 4.3.5, a connection that broke while its socket was
             # closing), so it runs in a thread that nobody must wait for.
-            ending = threading.Thread(target=self._context.term, name="zmq-term", daemon=True)
+            ending = threading.Thread(target=context.term, name="zmq-term", daemon=True)
             ending.start()
             await self._loop.run_in_executor(None, ending.join, END_S)
             if ending.is_alive():
                 log.warning("a client's connection did not end within %g s; it is left to itself", END_S)
-            self._context = None
 
     def send(self, peer: bytes, frame: bytes) -> bool:
         """Sends one frame without waiting. False: the peer is gone, or does not take its replies."""
