@@ -194,7 +194,7 @@ class FakeControl:
 
     def abandon(self, future: "Future[Promise]") -> None:
         self.abandoned += 1
-        if not future.cancel():
+        if not future.cancel() and future.exception() is None:
             self.release(future.result())
 
     def renew(self, promise: Promise, duration_s: float) -> "Future[float]":

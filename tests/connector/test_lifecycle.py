@@ -342,52 +342,61 @@ def test_a_session_whose_prompt_grows_is_left_alone(node) -> None:
 # --- everything at once -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_storms(seed) -> None:
-    """Engines of different kinds on one node, with aborts, preemptions, failures, evictions and slow answers: every
-    token's KV is right, something was loaded, and nothing is left."""
-    rng = random.Random(seed)
-    node = Node()
-    engines = [
-        Engine(
-            node,
-            num_blocks=rng.choice([60, 90]),
-            max_batched=rng.choice([48, 96, 256]),
-            ahead=rng.random() < 0.5,
-        )
-        for _ in range(3)
-    ]
-    texts = [prompt(number // 3, rng.randrange(5, 500)) for number in range(12)]
-    for turn in range(160):
-        engine = rng.choice(engines)
-        if rng.random() < 0.3:
-            params = rng.choice([None, *(p for e in engines for p in e.params.values())])
-            engine.submit(f"r{turn}", rng.choice(texts), max_tokens=rng.randrange(1, 30), params=params)
-        if rng.random() < 0.08 and engine.scheduler.requests:
-            engine.abort(rng.choice(list(engine.scheduler.requests)))
-        if rng.random() < 0.1 and node.objects:
-            del node.objects[rng.choice(list(node.objects))]
-        engine.worker.hold_saves = rng.random() < 0.4
-        engine.worker.hold_loads = rng.random() < 0.3
-        engine.worker.fail_load_at = rng.choice([None, None, None, 0, 1])
-        engine.worker.fail_saves = rng.random() < 0.1
-        engine.control.manual = rng.random() < 0.3
-        if not engine.control.manual:
-            engine.control.answer()
-        engine.now += rng.random()
-        node.wake()
-        if engine.scheduler.has_requests():
-            engine.step()
+def one_turn(rng: random.Random, turn: int, engines: list[Engine], texts: list[list[int]]) -> None:
+    """Something happens to one of the engines, or to the node, and then it takes a step."""
+    engine, node = rng.choice(engines), engines[0].node
+    if rng.random() < 0.3:
+        params = rng.choice([None, *(p for e in engines for p in e.params.values())])
+        engine.submit(f"r{turn}", rng.choice(texts), max_tokens=rng.randrange(1, 30), params=params)
+    if rng.random() < 0.08 and engine.scheduler.requests:
+        engine.abort(rng.choice(list(engine.scheduler.requests)))
+    if rng.random() < 0.1 and node.objects:
+        del node.objects[rng.choice(list(node.objects))]
+    if rng.random() < 0.02:
+        engines[-1].half.reset_cache()
+    node.down = rng.random() < 0.05
+    engine.worker.hold_saves = rng.random() < 0.4
+    engine.worker.hold_loads = rng.random() < 0.3
+    engine.worker.fail_load_at = rng.choice([None, None, None, 0, 1])
+    engine.worker.fail_saves = rng.random() < 0.1
+    engine.control.manual = rng.random() < 0.3
+    if not engine.control.manual:
+        engine.control.answer()
+    engine.now += rng.random()
+    node.wake()
+    if engine.scheduler.has_requests():
+        engine.step()
+
+
+def calm(engines: list[Engine]) -> None:
+    """Everything is answered and reported, and every engine runs until it is idle."""
+    engines[0].node.down = False
     for engine in engines:
         engine.control.manual = engine.worker.hold_saves = engine.worker.hold_loads = False
         engine.control.answer()
     for engine in engines:
         engine.run(3000, tick_s=0.1)
-    node.reserved.clear()  # commits that were not answered; they expire
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_storms(seed) -> None:
+    """Engines of different kinds on one node, with aborts, preemptions, failures, evictions, slow answers and new
+    weights: every token's KV is right, nothing is left, and whatever is stored is right and found."""
+    rng = random.Random(seed)
+    node = Node()
+    engines = [
+        Engine(node, num_blocks=rng.choice([60, 90]), max_batched=rng.choice([48, 96, 256]), ahead=ahead)
+        for ahead in (rng.random() < 0.5, rng.random() < 0.5, False)
+    ]
+    texts = [prompt(number // 3, rng.randrange(5, 500)) for number in range(12)]
+    for turn in range(160):
+        one_turn(rng, turn, engines, texts)
+    calm(engines)
+    node.reserved.clear()  # of commits and aborts that the node was not there for; they expire
     for engine in engines:
         engine.assert_nothing_left()
     assert sum(engine.half.shared.stats.committed_objects for engine in engines) > 5
-    check = Engine(node, prefix_caching=False, save=False)  # whatever is stored is right, and is found
+    check = Engine(node, prefix_caching=False, save=False)
     for number, text in enumerate(texts):
         check.generate(f"check{number}", text)
     assert check.half.shared.stats.pulled_tokens >= CHUNK
