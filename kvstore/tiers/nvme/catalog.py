@@ -15,24 +15,24 @@ One thread writes (`begin`, `finish`), any thread reads tables; growing the map 
 
 import os
 import shutil
-import struct
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import lmdb
+import msgspec
 from xxhash import xxh3_64_intdigest
 
-from kvstore.core import Extent, Key, KVStoreError, Namespace, limits
+from kvstore.core import Extent, KVStoreError, limits
 from kvstore.tiers.nvme.device import DeviceDown
-from kvstore.tiers.nvme.records import Kind, Record
-from kvstore.wire import Generation
+from kvstore.tiers.nvme.records import Record
 
-_FIXED = struct.Struct("<BBHIQQQQ8s32s32s")
-_EXTENT = struct.Struct("<QQ")
 _CHECKSUM_BYTES = 8
 _TABLES = ("objects", "tables", "doubtful", "meta")
 _READING = "being-read"  # a file that is there while the environment is walked
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Record)
 
 Writes = Iterable[tuple[Record, bytes]]
 
@@ -159,7 +159,7 @@ class Catalog:
                 txn.delete(start.to_bytes(8, "big"), db=self._dbs["doubtful"])
             for record, payload in written:
                 key = _name(record)
-                self._put(txn, "objects", key, _encode_record(record))
+                self._put(txn, "objects", key, _encoder.encode(record))
                 self._put(txn, "tables", key, record.sequence.to_bytes(8, "big") + payload)
 
         self._commit(change, self._map_bytes_max)
@@ -246,41 +246,11 @@ def _name(record: Record) -> bytes:
     return bytes([record.kind]) + record.key
 
 
-def _encode_record(record: Record) -> bytes:
-    fixed = _FIXED.pack(
-        record.kind,
-        record.cold,
-        len(record.extents),
-        record.slots.page_count,
-        record.slots.start_page,
-        record.sequence,
-        record.size_bytes,
-        record.depth,
-        record.generation,
-        record.namespace,
-        record.parent,
-    )
-    return fixed + b"".join(_EXTENT.pack(*extent) for extent in record.extents)
-
-
 def _decode_record(name: bytes, value: bytes) -> Record:
-    data = _checked(name, value)
-    (kind, cold, _, num_slots, slot, sequence, size_bytes, depth, generation, namespace, parent) = (
-        _FIXED.unpack_from(data)
-    )
-    return Record(
-        kind=Kind(kind),
-        key=Key(name[1:]),
-        namespace=Namespace(namespace),
-        parent=Key(parent),
-        depth=depth,
-        generation=Generation(generation),
-        size_bytes=size_bytes,
-        cold=bool(cold),
-        sequence=sequence,
-        slots=Extent(slot, num_slots),
-        extents=tuple(Extent(*pair) for pair in _EXTENT.iter_unpack(data[_FIXED.size :])),
-    )
+    try:
+        return _decoder.decode(_checked(name, value))
+    except msgspec.DecodeError as error:
+        raise CatalogDamaged(f"the catalog's entry {name.hex()[:16]} cannot be read: {error}") from error
 
 
 def _checked(key: bytes, value: bytes) -> bytes:

@@ -147,25 +147,27 @@ def _check_owner(device: Device, label: Label, node: str) -> None:
 def _enter(device: Device, label: Label, contents: _Contents, mount_id: bytes) -> Mounted:
     """Writes the new label, and brings device and catalog together."""
     catalog, records, doubtful, notes = contents
-    epochs = (record.sequence >> EPOCH_SHIFT for record in records)
-    mounted = msgspec.structs.replace(label, epoch=max(label.epoch, *epochs, 0) + 1, mount=mount_id)
+    newest = max((record.sequence for record in records), default=0)
+    epoch = max(label.epoch, newest >> EPOCH_SHIFT) + 1
+    mounted = msgspec.structs.replace(label, epoch=epoch, mount=mount_id)
     catalog.set_meta(mount=mounted.mount, previous=label.mount)  # first: it knows the label before and after
     write_label(device, mounted)
     volume = Volume(device, mounted, catalog)
     volume.erase(doubtful)
-    outside = [record for record in records if not _is_inside(record, volume.page_count)]
+    page_count = volume.page_count
+    outside = [record for record in records if not _is_inside(record, page_count)]
     if outside:
         notes.append(
             f"{device.name} is smaller than when it was formatted: {len(outside)} of its objects are lost, "
-            f"{volume.page_count} of {label.page_count} pages are left"
+            f"{page_count} of {label.page_count} pages are left"
         )
-    gone = dict.fromkeys((*outside, *_unused_namespaces(records)))
+    gone = {*outside, *_unused_namespaces(records)}
     if gone:
         volume.commit((), list(gone))
+        records = [record for record in records if record not in gone]
     catalog.proved()
-    kept = [record for record in records if record not in gone]
-    objects = [record for record in kept if record.kind is Kind.OBJECT]
-    return Mounted(volume, objects, [record for record in kept if record.kind is Kind.NAMESPACE], notes)
+    objects = [record for record in records if record.kind is Kind.OBJECT]
+    return Mounted(volume, objects, [record for record in records if record.kind is Kind.NAMESPACE], notes)
 
 
 def _contents(

@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 from aiofiles.os import wrap
 
-from kvstore.core import Corrupt, Key, Namespace, limits
+from kvstore.core import Key, Namespace, limits
 from kvstore.tiers.nvme.device import Device, DeviceDown, DeviceRefused, FileDevice
 from kvstore.tiers.nvme.health import Health
 from kvstore.tiers.nvme.mounting import Mounted, mount
-from kvstore.tiers.nvme.objects import Counts, Get, NewObject, Objects, Refusal
+from kvstore.tiers.nvme.objects import Counts, Found, Get, NewObject, Objects, Refusal
 from kvstore.tiers.nvme.pool import IoPool
 from kvstore.tiers.nvme.records import Record
 from kvstore.tiers.nvme.wear import WearBudget
@@ -269,12 +269,11 @@ class NvmeDevice:
         objects.committer.resume()
 
     async def _mount(self) -> None:
-        mounted, manifests = await wrap(self._mounted)(executor=self._commits.lanes[0])
-        for note in mounted.notes:
+        mounted, found = await wrap(self._find)(executor=self._commits.lanes[0])
+        for note in (*mounted.volume.device.warnings, *mounted.notes):
             log.warning("%s", note)
         objects = Objects(
-            mounted,
-            manifests,
+            found,
             health=self.health,
             io=self._io,
             commits=self._commits,
@@ -288,15 +287,7 @@ class NvmeDevice:
         objects.committer.resume()
         self._on_found(self)
 
-    def _mounted(self) -> tuple[Mounted, dict[Namespace, bytes]]:
+    def _find(self) -> tuple[Mounted, Found]:
         device = self._open_device(self.config.path)
         mounted = mount(device, self.config.node, self.config.catalogs, self._random_bytes)
-        manifests = {}
-        for record in mounted.namespaces:
-            try:
-                manifests[record.namespace] = mounted.volume.payload(record)
-            except Corrupt as error:
-                mounted.notes.append(
-                    f"{error}: its objects are found when an engine brings the manifest again"
-                )
-        return mounted, manifests
+        return mounted, Found.of(mounted)

@@ -8,7 +8,7 @@ A call whose caller was told `DeviceDown` goes on until its threads are done: on
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from kvstore.tiers.nvme.pieces import pieces, strands, table_of
 from kvstore.tiers.nvme.pool import IoPool, Lane
 from kvstore.tiers.nvme.records import Kind, Record
 from kvstore.tiers.nvme.space import Space
-from kvstore.tiers.nvme.volume import PagesFailed
+from kvstore.tiers.nvme.volume import PagesFailed, Volume
 from kvstore.tiers.nvme.wear import WearBudget
 from kvstore.wire import Generation
 
@@ -66,6 +66,40 @@ class Get(NamedTuple):
     ended: asyncio.Future[bytes]
 
 
+class Found(NamedTuple):
+    """What a mount found, in the form that `Objects` keeps it. Made in a thread: there may be millions."""
+
+    volume: Volume
+    records: dict[Key, Record]
+    object_bytes: int
+    namespaces: list[Record]
+    manifests: dict[Namespace, bytes]
+    space: Space
+
+    @classmethod
+    def of(cls, mounted: Mounted) -> "Found":
+        """Reads the manifests, too; those that cannot be read are missing, and noted.
+
+        Raises:
+            DeviceDown
+        """
+        volume, objects, namespaces, notes = mounted
+        manifests = {}
+        for record in namespaces:
+            try:
+                manifests[record.namespace] = volume.payload(record)
+            except Corrupt as error:
+                notes.append(f"{error}: its objects are found when an engine brings the manifest again")
+        return cls(
+            volume,
+            {record.key: record for record in objects},
+            sum(record.size_bytes for record in objects),
+            namespaces,
+            manifests,
+            Space(volume.page_count, volume.label.slot_count, (*objects, *namespaces)),
+        )
+
+
 class Counts(msgspec.Struct):
     """Since the start; they only grow."""
 
@@ -84,8 +118,7 @@ class Objects:
 
     def __init__(
         self,
-        mounted: Mounted,
-        manifests: Mapping[Namespace, bytes],
+        found: Found,
         *,
         health: Health,
         io: IoPool,
@@ -93,14 +126,12 @@ class Objects:
         wear: WearBudget,
         counts: Counts,
     ) -> None:
-        """Takes over what was mounted. `manifests` are those that could be read."""
-        self.volume = mounted.volume
-        self.records = {record.key: record for record in mounted.objects}
-        self.object_bytes = sum(record.size_bytes for record in mounted.objects)
+        """Takes over what was found, and changes it from now on."""
+        self.volume = found.volume
+        self.records = found.records
+        self.object_bytes = found.object_bytes
+        self.space = found.space
         self.manifests: dict[Namespace, bytes] = {}
-        self.space = Space(
-            self.volume.page_count, self.volume.label.slot_count, (*mounted.objects, *mounted.namespaces)
-        )
         self.committer = Committer(self.volume, health, commits, self._stored, self._gone)
         self.writing_bytes = 0
         self.counts = counts
@@ -113,10 +144,10 @@ class Objects:
         self._writing: dict[Record, None] = {}  # their data is being written
         self._reading: dict[Record, int] = {}  # how many gets read them
         self._leaving: dict[Record, None] = {}  # deleted, but still being read
-        for namespace, manifest in manifests.items():
+        for namespace, manifest in found.manifests.items():
             self.open_namespace(namespace, manifest)
-        for record in mounted.namespaces:
-            if record.namespace in manifests:
+        for record in found.namespaces:
+            if record.namespace in found.manifests:
                 self._namespaces[record.namespace] = record
             else:
                 self.committer.free(record)

@@ -18,7 +18,7 @@ _SLOTS_READ = 256  # 1 MiB
 _FILLED_AT_ONCE = 4_096
 
 
-class Found(NamedTuple):
+class Rebuilt(NamedTuple):
     """What the records say. `unreadable_slots` may have held records that are lost now."""
 
     records: list[Record]
@@ -26,7 +26,7 @@ class Found(NamedTuple):
     unreadable_slots: int
 
 
-def rebuild(device: Device, label: Label, catalog: Catalog) -> Found:
+def rebuild(device: Device, label: Label, catalog: Catalog) -> Rebuilt:
     """Fills an empty catalog.
 
     Raises:
@@ -51,7 +51,7 @@ def rebuild(device: Device, label: Label, catalog: Catalog) -> Found:
     catalog.finish(batch, ())
     stale += _overlapped(newest, label.page_count)
     catalog.begin((), stale)
-    return Found(list(newest.values()), stale, region.unreadable_slots)
+    return Rebuilt(list(newest.values()), stale, region.unreadable_slots)
 
 
 def _is_possible(record: Record, label: Label) -> bool:

@@ -35,10 +35,11 @@ class Kind(IntEnum):
     NAMESPACE = 2  # its key is the namespace, its payload the manifest, it has no extents
 
 
-class Record(msgspec.Struct, frozen=True, gc=False):
+class Record(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """An object on a device: what it is, and where. `slots` are those of the record, `extents` data pages.
 
-    `sequence` grows with every record written to the device, over restarts too.
+    `sequence` grows with every record written to the device, over restarts too. As a msgpack array of these
+    fields, in this order, it is also the value of a key in the catalog.
     """
 
     kind: Kind

@@ -68,14 +68,17 @@ def _allocator(count: int, used: Iterable[Extent], extents_max: int | None = Non
     """An allocator in which these are taken."""
     allocator = PageAllocator(count) if extents_max is None else PageAllocator(count, extents_max)
     allocator.allocate(count)
-    end = 0
-    for start, length in sorted(used):
-        assert start >= end, f"page or slot {start} is used twice"
-        if start > end:
-            allocator.free((Extent(end, start - end),))
-        end = start + length
-    if end < count:
-        allocator.free((Extent(end, count - end),))
+    taken = bytearray(count)
+    for start, length in used:
+        assert start + length <= count, f"page or slot {start} is not there"
+        assert taken.find(1, start, start + length) < 0, f"page or slot {start} is used twice"
+        taken[start : start + length] = b"\1" * length
+    start = taken.find(0)
+    while start >= 0:
+        end = taken.find(1, start)
+        end = count if end < 0 else end
+        allocator.free((Extent(start, end - start),))
+        start = taken.find(0, end)
     return allocator
 
 
