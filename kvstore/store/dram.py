@@ -53,12 +53,12 @@ class Dram:
         """Pages that can be given out at once."""
         return self._allocator.free_pages
 
-    def fill(self, filling: Object, pages: int, spared: Container[Hashable]) -> bool:
+    def fill(self, filling: Object, pages: int, spared: Container[Hashable], young_s: float) -> bool:
         """Gives an object a copy to be filled; False when there is no room. The object must be reserved.
 
-        `spared` are not evicted for it; when that ends, tell `unspare`.
+        `spared` are not evicted for it; when that ends, tell `unspare`. Nor is what was committed after `young_s`.
         """
-        extents = self._make_room(pages, spared)
+        extents = self._make_room(pages, spared, young_s)
         if extents is None:
             return False
         filling.pages = pages
@@ -92,10 +92,11 @@ class Dram:
         self._policy.touch(used.entry, cold=used.cold)
 
     def unspare(self, spared: Iterable[Hashable]) -> None:
-        """These entries may be evicted again; the policy, which passed them by, hears of it."""
+        """These were offered, which is a use; they may be evicted again, and the policy hears of it."""
         for entry in spared:
-            if entry in self._listed:
-                self._policy.touch(entry)
+            listed = self._listed.get(entry)
+            if listed is not None:
+                self.touch(listed)
 
     def unpinned(self, loose: Object) -> None:
         """Nothing pins the object any more: it may be evicted, and goes at once if it was retired."""
@@ -123,12 +124,14 @@ class Dram:
         if not unlisted.pinned:
             self.unpinned(unlisted)
 
-    def tick(self, now_s: float) -> None:
-        """Frees what was held long enough, and evicts, a slice at a time, up to the low-water mark."""
+    def tick(self, now_s: float, young_s: float) -> None:
+        """Frees what was held long enough, and evicts, a slice at a time, up to the low-water mark. See `fill`."""
         self._free_held(now_s)
         shortfall = min(self._low_water_pages - self.free_pages, limits.EVICTED_PAGES_PER_TICK_MAX)
         if shortfall > 0:
-            self._evict(self._policy.plan(shortfall, self._is_evictable).victims)
+            victims = self._policy.plan(shortfall, self._is_evictable).victims
+            if not self._any_young(victims, young_s):
+                self._evict(victims)
 
     def _free_held(self, now_s: float) -> None:
         while self._held and self._held[0].until_s <= now_s:
@@ -157,17 +160,20 @@ class Dram:
         assert sum(owner.size_bytes for owner in ready) == self.ready_bytes, "ready bytes are miscounted"
         assert all(owner.pinned for owner in self._retired), "a retired copy that nothing pins is still there"
 
-    def _make_room(self, pages: int, spared: Container[Hashable]) -> Extents | None:
+    def _make_room(self, pages: int, spared: Container[Hashable], young_s: float) -> Extents | None:
         """Free pages, evicting if need be."""
         while (extents := self._allocator.allocate(pages)) is None:
             shortfall = max(1, pages - self.free_pages)  # 1: there are enough, but too scattered
             plan = self._policy.plan(
                 shortfall, lambda entry: entry not in spared and self._is_evictable(entry)
             )
-            if not plan.enough:
+            if not plan.enough or self._any_young(plan.victims, young_s):
                 return None
             self._evict(plan.victims)
         return extents
+
+    def _any_young(self, entries: Iterable[Hashable], young_s: float) -> bool:
+        return any(self._listed[entry].ready_s > young_s for entry in entries)
 
     def _is_evictable(self, entry: Hashable) -> bool:
         return not self._listed[entry].pinned

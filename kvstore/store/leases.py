@@ -27,6 +27,11 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
+    @property
+    def full(self) -> bool:
+        """Whether leases have their whole share of the arena: a full house."""
+        return self.leased_pages >= self._clients.leased_pages_max
+
     def get(self, client: ClientId, lease_id: LeaseId, now_s: float) -> Lease | None:
         """The client's lease of this name, if it lives."""
         lease = self._leases.get((client, lease_id))

@@ -70,10 +70,10 @@ class Listing:
         listed = self.objects.get(key)
         return listed if listed is not None and listed.namespace.id == namespace else None
 
-    def add(self, filling: Object, pages: int, spared: Container[Hashable]) -> bool:
+    def add(self, filling: Object, pages: int, spared: Container[Hashable], young_s: float) -> bool:
         """Lists an object that is to be filled; False when there is no room for it. See `Dram.fill`."""
         assert filling.key not in self.objects, "a key has one listed object"
-        if not self.dram.fill(filling, pages, spared):
+        if not self.dram.fill(filling, pages, spared, young_s):
             return False
         self.objects[filling.key] = filling
         filling.namespace.num_objects += 1

@@ -70,6 +70,7 @@ class Object:
         "pages",
         "parent",
         "reader",
+        "ready_s",
         "reservation",
         "shared",
         "size_bytes",
@@ -91,6 +92,7 @@ class Object:
         self.reservation: Reservation | None = None
         self.leases = 0  # how many leases have it
         self.checks = 0  # how many verifications read it
+        self.ready_s = 0.0  # when it was committed
         self.writer = ClientId(b"")
         self.reader: ClientId | None = None  # the first client to use it that did not write it
         self.shared = False  # whether there was another one

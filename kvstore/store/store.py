@@ -265,7 +265,7 @@ class Store:
         now_s = self._clock()
         self._writing.expire(now_s)
         self._reading.expire(now_s)
-        self._listing.dram.tick(now_s)
+        self._listing.dram.tick(now_s, self._writing.young_s(now_s))
 
     # --- what it tells ------------------------------------------------------------------------------
 

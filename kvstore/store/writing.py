@@ -1,5 +1,6 @@
 """Writers: reserve, commit, abort, and the end of reservations."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -34,8 +35,8 @@ class Asked(NamedTuple):
     end_s: float  # of the reservations
     alone: bool
     doubtful_pages: int  # see `Clients.doubtful_pages`
-    spared: set[Hashable]
-    """Names in the policy of what the batch offers and continues: none of it is evicted for the rest of it."""
+    spared: dict[Hashable, None]
+    """Names in the policy of what the batch offers and continues: none of it is evicted while it is served."""
 
 
 class Writing:
@@ -113,7 +114,7 @@ class Writing:
         room = self._clients.may_write(
             client, pages, all_pages, asked.doubtful_pages, namespace.floor_pages, alone=asked.alone
         )
-        if not room or not self._listing.add(filling, pages, asked.spared):
+        if not room or not self._listing.add(filling, pages, asked.spared, self.young_s(asked.now_s)):
             self._listing.totals.refused += 1
             self._listing.watches.fire(item.key)
             return Refused(MissReason.NO_ROOM)
@@ -136,8 +137,6 @@ class Writing:
     def _exists(self, asked: Asked, ready: Object) -> ReserveAnswer:
         """Exists is said only when an Acquire by this client would be promised now."""
         ready.used_by(asked.client.id)
-        if not ready.pinned:
-            self._listing.dram.touch(ready)
         if not self._leases.may_take(asked.client, ready, asked.namespace.floor_pages, alone=asked.alone):
             self._listing.totals.refused += 1
             return Refused(MissReason.LEASE_LIMIT)
@@ -173,6 +172,7 @@ class Writing:
             return self._stale()
         self._end(reservation)
         client.has_committed = True
+        listed.ready_s = now_s
         self._listing.totals.committed += 1
         self._listing.publish(listed, item.table)
         return Committed()
@@ -203,6 +203,11 @@ class Writing:
                 self._listing.give_up(listed, Event.ABORT)
             else:
                 self._listing.give_up_held(listed, Event.ABORT, client, now_s + self._hold_s)
+
+    def young_s(self, now_s: float) -> float:
+        """What was committed after this is not evicted. With all that is older leased, room for something new could
+        only come from what was acknowledged a moment ago, and so for ever: then new things are refused."""
+        return now_s - limits.YOUNG_S if self._leases.full else math.inf
 
     def expire(self, now_s: float) -> None:
         """Ends reservations that are over, a slice at a time."""
@@ -241,10 +246,10 @@ class Writing:
         assert held_pages == self._listing.dram.held_pages, "held pages belong to nobody"
 
 
-def _chain(items: Sequence[ReserveItem]) -> set[Hashable]:
-    """The entries of these items and of their parents."""
-    entries: set[Hashable] = set()
-    for item in items:
-        entries.add((item.depth, item.key))
-        entries.add((item.depth - 1, item.parent))
+def _chain(items: Sequence[ReserveItem]) -> dict[Hashable, None]:
+    """The entries of these items and of their parents; the last first, so that parents are used after children."""
+    entries: dict[Hashable, None] = {}
+    for item in reversed(items):
+        entries[item.depth, item.key] = None
+        entries[item.depth - 1, item.parent] = None
     return entries

@@ -363,9 +363,20 @@ def test_one_reader_cannot_cool_what_another_used() -> None:
         world.put(ANN, name)
     for reader in (CAT, BOB):
         world.acquire(reader, "d")
+    for reader in (CAT, BOB):
         world.release(reader, cold=True)
     world.put(ANN, "e")
     assert world.look("abcde") == "-bcde"
+
+
+def test_cold_that_another_writer_offers_is_warm() -> None:
+    world = World(pages=12)
+    world.put(ANN, "z", cold=True)
+    for name in "abc":
+        world.put(ANN, name)
+    world.reserve(BOB, "z", cold=True)
+    world.put(ANN, "e")
+    assert world.look("abcze") == "-bcze"
 
 
 # --- paging through -------------------------------------------------------------------------------------

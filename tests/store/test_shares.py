@@ -85,6 +85,7 @@ def test_held_pages_count_as_reserved_ones() -> None:
 
 def test_held_pages_of_one_count_for_all() -> None:
     world = World(pages=150)
+    world.put(ANN, ["first"])
     for name in NAMES[:15]:
         (grant,) = world.reserve(ANN, [name])
         world.abort(ANN, name, grant, quiet=False)

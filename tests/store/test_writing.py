@@ -347,7 +347,7 @@ def test_what_was_spared_once_is_not_spared_for_ever() -> None:
         world.put(ANN, name)
     world.acquire(BOB, "xy", prefix=False)
     world.acquire(CAT, "z")
-    assert world.reserve(ANN, "ab")[-1] == NO_ROOM
+    assert world.store.reserve(ANN, NAMESPACE, items("ab")[1:], 30) == (NO_ROOM,)
     world.release(BOB)
     world.release(CAT)
     for name in "stuv":
