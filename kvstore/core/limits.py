@@ -47,6 +47,7 @@ LEASE_S_MAX = 120.0  # in total, renewals included
 WAIT_S_MAX = 30.0
 HOLD_S = 60.0  # how long a page stays held when a late write could still land in it
 CLIENT_ACTIVE_S = 60.0  # how long after its last request a client counts as "others active"
+YOUNG_S = 5.0  # in a full house: how long what was just committed is not given up for something newer
 CLOCK_STEP_S_MAX = 1.0  # what the node's loop clock advances at most per reading
 
 # Shares of the arena

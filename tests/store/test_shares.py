@@ -167,3 +167,22 @@ def test_leases_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [leased(world, BOB, NAMES[:1], name) for name in ("one", "two", "three", "one")] == [1, 1, 0, 1]
     world.release(BOB, "one")
     assert leased(world, BOB, NAMES[:1], "three") == 1
+
+
+def test_in_a_full_house_new_objects_do_not_push_each_other_out() -> None:
+    """All that is older is leased: what was acknowledged a moment ago stays, and newer things are refused."""
+    world = World(pages=40 * CHUNK_PAGES)
+    store_all(world, 38)
+    for number in range(19):
+        reader = ClientId(bytes([number + 1]) * limits.CLIENT_ID_BYTES)
+        assert leased(world, reader, NAMES[2 * number : 2 * number + 2]) == 2
+    world.after(1)
+    new = ["new1", "new2"]
+    for name in new:
+        world.put(ANN, [name])
+    assert world.reserve(ANN, ["newer"]) == [NO_ROOM]
+    world.after(limits.YOUNG_S - 1)
+    assert leased(world, BOB, new) == 2
+    world.release(BOB)
+    world.after(1)
+    assert granted(world, ANN, ["newer"]) == 1
