@@ -112,7 +112,7 @@ def test_a_pusher_in_a_crash_loop_starves_only_itself(node, nursery, rounds) -> 
                 keys = chain(engine.namespace, OBJECTS, 2 + life)
                 began_s = time.monotonic()
                 assert len(engine.put(keys)) == OBJECTS, f"refused in life {life}; it had {granted}"
-                assert time.monotonic() - began_s < 1.0
+                assert time.monotonic() - began_s < 5.0
                 assert engine.get(keys) == OBJECTS
                 pushed += OBJECTS
                 looper.kill()

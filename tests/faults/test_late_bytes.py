@@ -180,7 +180,7 @@ def test_late_bytes_of_a_stopped_writer_land_in_held_pages(tmp_path, rounds) -> 
                 wait_until(writer.is_stopped)
                 wait_until(partial(have_expired, node, 2 * (number + 1)), 10, "its reservations are over")
                 before = arena.read(extents, 16 << 20)
-                prompts = [chain(small.namespace, 8, 100 * number + seed) for seed in range(32)]
+                prompts = [chain(small.namespace, 8, 100 * number + seed) for seed in range(20)]
                 for keys in prompts:
                     wait_until(partial(is_put, other, keys))
                 writer.resume()
