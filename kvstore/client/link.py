@@ -87,16 +87,23 @@ class Link:
             self._flush()
             self._loop.call_soon(self._drain)
             return await future
+        except asyncio.CancelledError:
+            if on_late is not None and request_id not in self._unsent:
+                self._expect_late(request_id, future, on_late)
+            raise
         finally:
             del self._waiting[request_id]
+            self._unsent.discard(request_id)
             if self._outbox and not self._closed:
                 self._loop.call_soon(self._drain)  # there is room for another one
-            if request_id in self._unsent:
-                self._unsent.discard(request_id)
-            elif on_late is not None and (not future.done() or future.cancelled()):
-                self._late[request_id] = on_late
-                if len(self._late) > LATE_REPLIES_MAX:
-                    self._late.popitem(last=False)
+
+    def _expect_late(self, request_id: int, future: "asyncio.Future[Reply]", on_late: OnLate) -> None:
+        if future.done() and not future.cancelled() and future.exception() is None:
+            on_late(future.result())  # it came in the same turn of the loop as the cancellation
+            return
+        self._late[request_id] = on_late
+        if len(self._late) > LATE_REPLIES_MAX:
+            self._late.popitem(last=False)
 
     def post(self, body: RequestBody) -> bool:
         """Sends a request whose reply nobody waits for. False: there is no connection, it was not sent."""

@@ -214,6 +214,33 @@ async def test_a_grant_that_comes_too_late_is_given_back(node, client, monkeypat
     assert len(undone) == 1
 
 
+async def test_a_grant_that_comes_with_the_cancellation_is_given_back(node, client) -> None:
+    """The reply is there, but the caller is cancelled before its turn. Mutant: only replies to come are late."""
+    (item,) = items(chain(1))
+
+    def undo(late: ReplyBody) -> RequestBody | None:
+        assert isinstance(late, Reserved)
+        assert isinstance(late.answers[0], Granted)
+        return Abort(NAMESPACE, ((item.key, late.answers[0].generation),), quiet=True)
+
+    await client.ask(Hello(), 5.0, namespace=NAMESPACE)
+    receive = client._link._receive
+
+    def received(frame: bytes) -> None:
+        receive(frame)
+        asking.cancel()
+
+    client._link._receive = received
+    asking = asyncio.create_task(
+        client.ask(Reserve(NAMESPACE, (item,), 60.0), 5.0, namespace=NAMESPACE, undo=undo)
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    client._link._receive = receive
+    await wait_until_async(lambda: node.server.stats.requests.get("Abort") == 1)
+    assert node.store.snapshot().reservations == 0
+
+
 async def test_a_post_is_sent_and_its_reply_ignored(node, client) -> None:
     await client.hello(5.0)
     assert client.post(Release(LEASE))
