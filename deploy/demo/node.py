@@ -78,6 +78,11 @@ class Node:
             if not cursor:
                 return found
 
+    def kill(self) -> None:
+        """SIGKILL: nobody is told."""
+        self._process.kill()
+        self._process.wait()
+
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         if self._process.poll() is None:
