@@ -124,7 +124,7 @@ class Engine:
     def start_prefill(self, prompt: str, salt: str) -> "subprocess.Popen[bytes]":
         """Sends a prompt from another process and does not wait for the answer, which may never come."""
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "cache_salt": salt}
-        program = "import sys, httpx; httpx.post(sys.argv[1], content=sys.stdin.buffer.read(), timeout=600)"
+        program = "import json, sys, httpx; httpx.post(sys.argv[1], json=json.load(sys.stdin), timeout=600)"
         sender = subprocess.Popen(
             [sys.executable, "-c", program, f"{self._url}/v1/completions"],
             stdin=subprocess.PIPE,
