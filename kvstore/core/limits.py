@@ -20,7 +20,7 @@ MANIFEST_BYTES_MAX = 256 * KIB
 
 # Control messages
 BATCH_KEYS_MAX = 1_024
-FRAME_BYTES_MAX = 32 * MIB
+FRAME_BYTES_MAX = 16 * MIB
 REPORTS_PER_CALL_MAX = 256
 REQUEST_NAME_MAX = 256  # characters of an engine's request id in a report
 TOKEN_BYTES_MAX = 1_024
