@@ -106,13 +106,13 @@ class Doomed:
 
     def __init__(self, pid: int, says: Connection) -> None:
         self.pid = pid
-        self._says = says
+        self.says = says
         self.heard: list[Any] = []
 
     def hears(self, deadline_s: float = 30.0) -> Any:
         """The next thing it says."""
-        assert self._says.poll(deadline_s), "a client process says nothing"
-        self.heard.append(self._says.recv())
+        assert self.says.poll(deadline_s), "a client process says nothing"
+        self.heard.append(self.says.recv())
         return self.heard[-1]
 
     def is_stopped(self) -> bool:
@@ -127,5 +127,5 @@ class Doomed:
         """SIGKILL, now."""
         os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(EOFError):
-            while self._says.poll(5):
-                self.heard.append(self._says.recv())
+            while self.says.poll(5):
+                self.heard.append(self.says.recv())
