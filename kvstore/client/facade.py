@@ -36,6 +36,7 @@ from kvstore.wire import Committed, Exists, OnDisk, ReserveItem, Resident, WireE
 
 Array = NDArray[Any]
 STAGING_BYTES = 64 * limits.MIB
+REQUEST_S = 5.0  # a tool has more patience with a busy node than an engine
 
 
 class Put(NamedTuple):
@@ -81,7 +82,8 @@ class KVStore:
         self._staging_bytes = staging_bytes
         self._geometries: dict[Namespace, Geometry] = {}
         self._registered: dict[int, Array] = {}
-        self._client = Client(ClientConfig(node=node, index_url=index_url, token=token), index=index)
+        config = ClientConfig(node=node, index_url=index_url, token=token, request_timeout_s=REQUEST_S)
+        self._client = Client(config, index=index)
 
     def __enter__(self) -> Self:
         self._loop = LoopThread("kvstore-client")
