@@ -12,12 +12,12 @@ from kvstore.core import Key, Namespace
 
 
 def forge_all(node: Node) -> int:
-    """Replaces every object that the node holds by its values' negatives; how many there were.
+    """Replaces every object that can be read by its values' negatives; how many there were.
 
     Raises:
         DemoFailed: an object could not be replaced.
     """
-    objects = node.objects()
+    objects = [view for view in node.objects() if view["tiers"].get("dram") == "ready"]
     with KVStore(node.control) as store:
         for name in {view["namespace"] for view in objects}:
             namespace = Namespace(bytes.fromhex(name))
