@@ -14,7 +14,7 @@ from secrets import token_bytes
 
 from kvstore.client.address import NodeAddress
 from kvstore.client.peers import Peer
-from kvstore.client.plan import assign, grouped
+from kvstore.client.plan import assign, grouped, of_each
 from kvstore.client.promise import Copy
 from kvstore.core import Key, MissReason, Namespace, limits
 from kvstore.wire import Acquire, AcquireAnswer, LeaseId, Miss, OnDisk, Release, Resident
@@ -48,7 +48,8 @@ class Attempt:
         self.leases: dict[Peer, LeaseId] = {}
         self._keys = keys
         self._duration_s = duration_s
-        self._holders = [[p for p in peers if p.breaker.closed] or list(peers) for peers in holders]
+        self._holders = of_each(holders, _usable)
+        self._out: dict[Peer, int] = {}  # who is not asked any more, for this index and later ones
         self._favourites = favourites
         self._copies: list[Copy | None] = [None] * len(keys)
         self._reasons: dict[int, MissReason] = {}
@@ -56,7 +57,7 @@ class Attempt:
     def next_round(self) -> dict[Peer, list[int]]:
         """Whom to ask for which keys (indices); empty when nobody could add to the prefix."""
         missing = [index for index, copy in enumerate(self._copies) if copy is None]
-        owners = assign([self._holders[index] for index in missing], self._favourites.__contains__)
+        owners = assign([self._left(index) for index in missing], self._favourites.__contains__)
         groups = grouped(owners)
         for peer in groups:
             self.leases.setdefault(peer, new_lease())
@@ -84,7 +85,7 @@ class Attempt:
     def failed(self, peer: Peer, reason: MissReason) -> None:
         """A node did not answer: it is not asked again."""
         for index, copy in enumerate(self._copies):
-            if copy is None and peer in self._holders[index]:
+            if copy is None and peer in self._left(index):
                 self._give_up(peer, index, reason)
                 return
 
@@ -113,6 +114,14 @@ class Attempt:
     def _give_up(self, peer: Peer, index: int, reason: MissReason) -> None:
         """A node that lacks a key is not asked for that key or later ones: chunks go children first."""
         self._reasons.setdefault(index, reason)
-        for peers in self._holders[index:]:
-            if peer in peers:
-                peers.remove(peer)
+        self._out[peer] = min(index, self._out.get(peer, index))
+
+    def _left(self, index: int) -> Sequence[Peer]:
+        """Whom there is to ask for a key."""
+        peers = self._holders[index]
+        return [p for p in peers if index < self._out.get(p, index + 1)] if self._out else peers
+
+
+def _usable(peers: Sequence[Peer]) -> Sequence[Peer]:
+    """Those without trouble; all, if all are in trouble."""
+    return [peer for peer in peers if peer.breaker.closed] or peers

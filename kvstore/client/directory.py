@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvstore.client.breaker import Breaker
 from kvstore.client.peers import Peer, Peers
+from kvstore.client.plan import of_each
 from kvstore.core import BadConfiguration, IndexDown, Key, Namespace
 from kvstore.index import Index, Location, Membership, RedisIndex
 
@@ -82,13 +83,11 @@ class Directory:
             self.breaker.failure()
             return None
         self.breaker.success()
-        located: list[tuple[Location, ...]] = []
-        for locations in found:
-            alive = tuple(one for one in locations if self._peers.named(one.node) is not None)
-            if not alive:
-                break
-            located.append(alive)
-        return located
+        located = of_each(found, self._alive)
+        return located if () not in located else located[: located.index(())]
+
+    def _alive(self, locations: tuple[Location, ...]) -> tuple[Location, ...]:
+        return tuple(one for one in locations if self._peers.named(one.node) is not None)
 
     def hit(self, peer: Peer) -> None:
         """Remembers a node that has just been useful."""

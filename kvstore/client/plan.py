@@ -1,11 +1,29 @@
 """Which node is asked for which keys, and in what portions. Pure."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 from kvstore.core import limits
 
 N = TypeVar("N")
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+def of_each(values: Iterable[A], function: Callable[[A], B]) -> list[B]:
+    """What `function` says of each value, asked once for neighbours that are one object.
+
+    The 512 keys of a chain mostly lie on one node, and what is known of neighbours is one and the same object.
+    """
+    results: list[B] = []
+    previous: object = results  # no value
+    for value in values:
+        if value is previous:
+            results.append(results[-1])
+        else:
+            results.append(function(value))
+            previous = value
+    return results
 
 
 def assign(holders: Sequence[Collection[N]], preferred: Callable[[N], bool]) -> list[N]:
@@ -16,9 +34,14 @@ def assign(holders: Sequence[Collection[N]], preferred: Callable[[N], bool]) -> 
     """
     chosen: list[N] = []
     current: N | None = None
+    previous: object = None
     for index, nodes in enumerate(holders):
+        if nodes is previous:
+            chosen.append(chosen[-1])
+            continue
         if not nodes:
             break
+        previous = nodes
         favourite = next((node for node in nodes if preferred(node)), None)
         if favourite is not None:
             chosen.append(favourite)

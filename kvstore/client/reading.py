@@ -12,7 +12,7 @@ from kvstore.client.breaker import BreakerOpen
 from kvstore.client.control import TROUBLE
 from kvstore.client.directory import Directory
 from kvstore.client.peers import Peer, Peers
-from kvstore.client.plan import batches
+from kvstore.client.plan import batches, of_each
 from kvstore.client.promise import Copy, Found, Promise
 from kvstore.core import BadRequest, Key, MissReason, Namespace, NotAuthorised, Overloaded, Tier, limits
 from kvstore.index import Location
@@ -54,7 +54,7 @@ class Reader:
         located = await self._directory.locate(keys)
         if located is None:
             return Found(0, (), MissReason.INDEX_DOWN)
-        nodes = dict.fromkeys(self._best(locations) for locations in located)
+        nodes = dict.fromkeys(of_each(located, self._best))
         reason = None if len(located) == len(keys) else MissReason.NEVER_STORED
         return Found(len(located), tuple(nodes), reason)
 
@@ -179,7 +179,7 @@ class Reader:
 
     def _holders(
         self, keys: Sequence[Key], located: Sequence[Sequence[Location]] | None, first: Sequence[Whom]
-    ) -> tuple[list[list[Peer]], list[Peer]]:
+    ) -> tuple[list[Sequence[Peer]], list[Peer]]:
         """(Who may hold each key, the favourites among them), in order of preference.
 
         The preferred node is asked for what it is said to hold, then the nodes of a hand-off, then the
@@ -189,13 +189,14 @@ class Reader:
         handed = [peer for whom in first if (peer := self._peers.reach(whom)) is not None]
         if located is None:
             everybody = unique([*handed, *self._directory.fallback()])
-            return [list(everybody) for _ in keys], everybody
-        holders = []
-        for locations in located:
+            return [everybody for _ in keys], everybody
+        favourites = unique([*handed, local])
+
+        def holding(locations: Sequence[Location]) -> Sequence[Peer]:
             known = [peer for one in locations if (peer := self._peers.named(one.node)) is not None]
-            holders.append(unique([*(peer for peer in known if peer is local), *handed, *known]))
-        holders += [unique([*handed, local]) for _ in keys[len(located) :]]
-        return holders, unique([*handed, local])
+            return unique([*(peer for peer in known if peer is local), *handed, *known])
+
+        return of_each(located, holding) + [favourites] * (len(keys) - len(located)), favourites
 
     def _best(self, locations: Sequence[Location]) -> NodeId:
         local = self._peers.local.node

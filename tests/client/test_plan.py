@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.client.plan import assign, batches, grouped
+from kvstore.client.plan import assign, batches, grouped, of_each
 from kvstore.core import limits
 
 holders = st.lists(st.sets(st.sampled_from("ABCD")), max_size=12)
@@ -46,3 +46,19 @@ def test_batches_fit_and_lose_nothing(length) -> None:
     portions = batches(some)
     assert [number for portion in portions for number in portion] == some
     assert all(0 < len(portion) <= limits.BATCH_KEYS_MAX for portion in portions)
+
+
+def test_neighbours_that_are_one_object_are_asked_about_once() -> None:
+    """Mutants: equal instead of same, which is no faster; the first value taken for seen."""
+    one, other = ["A"], ["B"]
+    asked: list[list[str]] = []
+
+    def first(row: list[str]) -> str:
+        asked.append(row)
+        return row[0]
+
+    assert of_each([one, one, other, one, ["A"]], first) == ["A", "A", "B", "A", "A"]
+    assert len(asked) == 4
+    assert of_each([], first) == []
+    shared = assign([one, one, other, other, one], lambda _: False)
+    assert shared == ["A", "A", "B", "B", "A"]
