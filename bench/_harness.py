@@ -90,6 +90,7 @@ class Report:
         self._lines: list[list[str]] = []
         self._summary: dict[str, dict[str, object]] = {}
         self._notes: list[str] = []
+        self._at_most: set[str] = set()
 
     def row(self, name: str, samples: Mapping[str, Samples], against: tuple[str, str]) -> float:
         """Adds a line that compares two of the samples; the ratio of their medians."""
@@ -116,9 +117,11 @@ class Report:
         self._lines.append([name, *(str(some) for some in samples.values()), f"{ratio:.2f}"])
         return ratio
 
-    def aim(self, name: str, value: float, aim: float, unit: str) -> None:
-        """Adds an aim: `value` should be at least `aim`."""
+    def aim(self, name: str, value: float, aim: float, unit: str, *, at_most: bool = False) -> None:
+        """Adds an aim: `value` should be at least `aim`, or at most."""
         self._summary[name] = {"value": value, "aim": aim, "unit": unit}
+        if at_most:
+            self._at_most.add(name)
 
     def note(self, line: str) -> None:
         """Adds a line below the table: settings, machine, what was pre-faulted."""
@@ -135,7 +138,9 @@ class Report:
         for name, entry in self._summary.items():
             value, aim = entry["value"], entry["aim"]
             assert isinstance(value, float) and isinstance(aim, float)
-            print(f"{name}: {value:.2f} {entry['unit']}, aim {aim} {'met' if value >= aim else 'MISSED'}")
+            met = value <= aim if name in self._at_most else value >= aim
+            bound = "at most" if name in self._at_most else "at least"
+            print(f"{name}: {value:.2f} {entry['unit']}, aim {bound} {aim} {'met' if met else 'MISSED'}")
         return 0
 
 
