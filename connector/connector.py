@@ -169,8 +169,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return None
 
     @harmless(_nothing)
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Called before every step's forward pass. References protect the blocks of what was preempted."""
+        self._worker.begin_saves(kv_connector_metadata)
+
+    @harmless(_nothing)
     def wait_for_save(self) -> None:
-        self._worker.wait_for_save(self._get_connector_metadata())
+        """For a runner that does not call the hook above."""
+        self._worker.begin_saves(self._get_connector_metadata())
 
     @harmless(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -3,7 +3,7 @@
     step n     completed links that are not known to be stored get references on their blocks, and are
                offered in one reservation, in the background
     step n+k   granted: a SaveJob per node goes to the worker half. Never in step n itself, so a job's
-               blocks were computed by earlier steps
+               blocks were computed by earlier steps, and are pushed while step n+k computes
     report     from every rank -> the references go; one commit with the table put together from the runs'
                checksums; an abort if any rank failed or a run is missing
 

@@ -1,8 +1,11 @@
 """The worker half: moves the bytes that the scheduler half has arranged for, and says what became of it.
 
-    hook (engine's thread)        pool (a few threads)                 hook, a later step
-    start_load_kv   -- queue -->  read, verify, scatter  -- ended -->  get_transfer_results
-    wait_for_save   -- queue -->  gather, hash, write    -- ended -->  build_connector_worker_meta
+    hook (engine's thread)           pool (a few threads)                 hook, a later step
+    start_load_kv      -- queue -->  read, verify, scatter  -- ended -->  get_transfer_results
+    handle_preemptions -- queue -->  gather, hash, write    -- ended -->  build_connector_worker_meta
+
+Saves are queued before the forward pass of the step that brings them: their blocks were computed by earlier
+steps, so they move while the engine computes. (vLLM calls that hook in every step, whatever its name says.)
 
 The engine's thread never waits: hooks only queue work and collect what has ended. Every job is reported
 exactly once, whatever happens to it: a job is in `_loads` or `_saves` until it is reported, everything about
@@ -65,6 +68,9 @@ class WorkerHalf:
         self._changed = Condition()
         self._loads: dict[int, Load] = {}
         self._saves: dict[int, Save] = {}
+        self._next_save = (
+            0  # jobs are numbered in the order in which they come: those before it have been queued
+        )
         self._ended = Ended()
         self._reporting = Ended()  # the snapshot of this step
         self._lines = Lines(clock)
@@ -119,12 +125,14 @@ class WorkerHalf:
         for job in jobs.loads:
             self._begin_load(job, after)
 
-    def wait_for_save(self, jobs: Jobs) -> None:
-        """Queues this step's saves, ordered after the forward pass that was just launched."""
-        if not jobs.saves:
+    def begin_saves(self, jobs: Jobs) -> None:
+        """Queues this step's saves that were not queued yet, ordered after all passes launched so far."""
+        new = [job for job in jobs.saves if job.job >= self._next_save]
+        if not new:
             return
+        self._next_save = 1 + max(job.job for job in new)
         after = self._caches.fence() if self._caches is not None else None
-        for job in jobs.saves:
+        for job in new:
             self._begin_save(job, after)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -263,8 +271,9 @@ class WorkerHalf:
 
     def _begin_save(self, job: SaveJob, after: Fence) -> None:
         with self._changed:
-            if self._closed or job.job in self._saves:
+            if self._closed:
                 return
+            assert job.job not in self._saves, f"save {job.job} was begun already"
             save = Save(job, after, self._clock())
             self._saves[job.job] = save
             if self._pool is None:

@@ -150,8 +150,9 @@ class Rig:
             [job for job in jobs if isinstance(job, LoadJob)],
             [job for job in jobs if isinstance(job, SaveJob)],
         )
+        self.worker.begin_saves(given)  # handle_preemptions
         self.worker.start_load_kv(given)
-        self.worker.wait_for_save(given)
+        self.worker.begin_saves(given)  # wait_for_save
         results = self.worker.get_transfer_results(set(finished))
         invalid = self.worker.get_block_ids_with_load_errors()
         reports = self.worker.build_connector_worker_meta()

@@ -3,7 +3,8 @@
 Mutants that were tried and are caught: only the bad object's blocks reported, not those behind it; the deadline's
 report without taking back the leave to write; a report while a scatter is under way; reports straight from the
 threads instead of the step's snapshot; no report from a thread that raised; a save begun after its deadline; a
-duplicate report when the deadline and the mover's answer meet; anything after shutdown.
+duplicate report when the deadline and the mover's answer meet; anything after shutdown; a save that ended between
+two hooks of its step, begun again by the second.
 """
 
 import threading
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.metadata import LoadObject
+from connector.metadata import Jobs, LoadObject
 from connector.tensors import HostCopies
 from connector.worker import GRACE_S, WorkerHalf
 from kvstore.client import Mover, NodeAddress, PullItem, PullResult, PushItem, PushResult
@@ -387,6 +388,22 @@ def test_a_save_writes_the_object_and_its_checksums() -> None:
         assert b"".join(sums[run] for run in sorted(sums)) == checksums(
             memoryview(data), rig.geometry.runs(len(data))
         )
+
+
+def test_a_save_that_ends_between_two_hooks_of_its_step_is_not_begun_again() -> None:
+    """vLLM calls both hooks in every step, before and after the forward pass, which may take long."""
+    rig = Rig()
+    job = rig.save_job([(5, 9)])
+    jobs = Jobs(saves=[job])
+    rig.worker.begin_saves(jobs)
+    wait_until(lambda: not rig.worker._saves, what="the save has ended")
+    rig.worker.begin_saves(jobs)
+    rig.run()
+    writes = rig.network.writes
+    for _ in range(3):
+        rig.step()
+    assert rig.reported() == {job.job}
+    assert rig.network.writes == writes
 
 
 def test_what_one_engine_saves_another_loads() -> None:
