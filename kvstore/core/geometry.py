@@ -25,7 +25,7 @@ class Span(NamedTuple):
 class Run(NamedTuple):
     """One run of an object: its place in the table, in the object, and its size."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no run needs
     offset_bytes: int
     size_bytes: int
 
