@@ -1,10 +1,10 @@
 """Objects on NVMe: fast, bounded, and still there after a crash. docs/FORMAT.md shows what lies on a device."""
 
+from kvstore.tiers.nvme.base import Get, NewObject, Refusal
 from kvstore.tiers.nvme.device import Device, DeviceDown, DeviceRefused, FileDevice, aligned
 from kvstore.tiers.nvme.label import Label, read_label
 from kvstore.tiers.nvme.mounting import Mounted, create_file, format_device, mount
 from kvstore.tiers.nvme.nvme_device import NvmeConfig, NvmeDevice, NvmeStats
-from kvstore.tiers.nvme.objects import Get, NewObject, Refusal
 from kvstore.tiers.nvme.records import Record
 from kvstore.tiers.nvme.scrub import Scrubbed, scrub
 from kvstore.tiers.nvme.tier import NvmeTier, Placed

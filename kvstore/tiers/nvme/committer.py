@@ -1,7 +1,8 @@
 """Group commit: puts and frees of one device, in the order they came, many at a time.
 
-What is in the queue when a commit ends is the next one; so under load a commit serves many objects, and
-otherwise it is at once. One commit at a time, in a thread of its own.
+What is in the queue when a commit ends is the next one, and while data of more objects is being written a commit
+waits a moment for them; so under load it serves many objects, and otherwise it is at once. One commit at a time,
+in a thread of its own.
 
 A commit that failed leaves its records *unsettled*: it is not known which of them became durable. Their pages
 stay taken until a later commit has freed them all (`settle`), before the device is used again.
@@ -21,6 +22,8 @@ from kvstore.tiers.nvme.pool import IoPool
 from kvstore.tiers.nvme.records import Record
 from kvstore.tiers.nvme.volume import Volume
 
+_LINGER_S = 0.01
+
 
 class _Change(NamedTuple):
     """A put; or a free, which has no payload. `done` is told what became of it."""
@@ -38,6 +41,7 @@ class Committer:
         health: stops it, and is told when a commit fails.
         pool: one thread.
         on_stored: a record is durable.
+        more_to_come: whether data of more puts is being written.
         on_gone: nothing on the device knows a record any more; its pages and slots are free.
     """
 
@@ -46,12 +50,15 @@ class Committer:
         volume: Volume,
         health: Health,
         pool: IoPool,
+        *,
+        more_to_come: Callable[[], bool],
         on_stored: Callable[[Record], None],
         on_gone: Callable[[Record], None],
     ) -> None:
         self._volume = volume
         self._health = health
         self._lane = pool.lanes[0]
+        self._more_to_come = more_to_come
         self._on_stored = on_stored
         self._on_gone = on_gone
         self._queue: deque[_Change] = deque()
@@ -123,9 +130,13 @@ class Committer:
 
     async def _commit_all(self) -> None:
         while self._queue and self._health.up:
+            if self._more_to_come() and len(self._queue) < limits.NVME_COMMIT_RECORDS_MAX:
+                await asyncio.sleep(_LINGER_S)
+            failure = self._health.failure
+            if failure.done():
+                return
             count = min(len(self._queue), limits.NVME_COMMIT_RECORDS_MAX)
             self._running = [self._queue.popleft() for _ in range(count)]
-            failure = self._health.failure
             try:
                 await self._commit(self._running)
                 failed = failure.exception() if failure.done() else None

@@ -19,10 +19,11 @@ import msgspec
 from aiofiles.os import wrap
 
 from kvstore.core import Key, Namespace, limits
+from kvstore.tiers.nvme.base import Counts, Get, NewObject, Refusal
 from kvstore.tiers.nvme.device import Device, DeviceDown, DeviceRefused, FileDevice
 from kvstore.tiers.nvme.health import Health
 from kvstore.tiers.nvme.mounting import Mounted, mount
-from kvstore.tiers.nvme.objects import Counts, Found, Get, NewObject, Objects, Refusal
+from kvstore.tiers.nvme.objects import Found, Objects
 from kvstore.tiers.nvme.pool import IoPool
 from kvstore.tiers.nvme.records import Record
 from kvstore.tiers.nvme.wear import WearBudget
@@ -93,14 +94,15 @@ class NvmeDevice:
             random_bytes: for ids of mounts.
             on_found: called when the device was mounted, at the start or later: see `records`.
         """
-        assert config.threads >= 2, "one thread of a device is kept for reads"
+        threads = config.threads
+        assert threads >= 2, "one thread of a device is kept for reads"
         self.config = config
         self.health = Health(self._tripped)
         self._open_device = open_device
         self._clock = clock
         self._random_bytes = random_bytes
         self._on_found = on_found
-        self._io = IoPool("nvme", config.threads, (config.threads, config.threads - 1, 1), clock)
+        self._io = IoPool("nvme", threads, (threads, threads, threads - 1, 1), clock)
         self._commits = IoPool("nvme-commit", 1, (1,), clock)
         self._wear = WearBudget(config.write_bytes_per_day, clock)
         self._counts = Counts()

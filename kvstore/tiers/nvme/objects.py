@@ -1,6 +1,6 @@
 """The objects of a mounted device: put, get, delete. On the event loop only; bytes move in threads.
 
-    put:   verify memory | write data ...... | group commit | Record, or an error
+    put:   write data, verify memory ....... | group commit | Record, or an error
     get:   read data, find the table ....... | verify       | table, or an error
            threads of the device, reads first  a thread of its own for commits
 
@@ -9,13 +9,12 @@ A call whose caller was told `DeviceDown` goes on until its threads are done: on
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 from aiofiles.os import wrap
 
 from kvstore.core import Corrupt, Geometry, Key, Namespace, Run, decode_manifest, limits, pages_for
+from kvstore.tiers.nvme.base import Counts, Get, NewObject, Refusal
 from kvstore.tiers.nvme.committer import Committer
 from kvstore.tiers.nvme.device import DeviceDown, Pieces
 from kvstore.tiers.nvme.health import Health
@@ -30,40 +29,6 @@ from kvstore.wire import Generation
 
 _Move = Callable[[Pieces, Callable[[], bool]], None]
 _NOTHING = Key(bytes(limits.KEY_BYTES))
-
-
-class NewObject(NamedTuple):
-    """An object to be put. `table` must be that of its bytes."""
-
-    key: Key
-    namespace: Namespace
-    parent: Key
-    depth: int
-    generation: Generation
-    size_bytes: int
-    cold: bool
-    table: bytes
-
-
-class Refusal(StrEnum):
-    """Why an object is not taken now."""
-
-    DEVICE_DOWN = "device_down"
-    NO_ROOM = "no_room"
-    BUSY = "busy"  # too much is being written already
-    WORN = "worn"  # the wear budget is used up
-
-
-class Get(NamedTuple):
-    """An object being read into memory.
-
-    Args:
-        table: the object's table once its bytes are in memory and match it; else Corrupt or DeviceDown.
-        ended: done, in whatever way, when nothing touches the memory any more: perhaps later than `table`.
-    """
-
-    table: asyncio.Future[bytes]
-    ended: asyncio.Future[bytes]
 
 
 class Found(NamedTuple):
@@ -100,19 +65,6 @@ class Found(NamedTuple):
         )
 
 
-class Counts(msgspec.Struct):
-    """Since the start; they only grow."""
-
-    puts: int = 0
-    put_bytes: int = 0
-    gets: int = 0
-    get_bytes: int = 0
-    deletes: int = 0
-    bad_copies: int = 0
-    failed_puts: int = 0
-    failed_gets: int = 0
-
-
 class Objects:
     """What a mounted device holds."""
 
@@ -132,11 +84,18 @@ class Objects:
         self.object_bytes = found.object_bytes
         self.space = found.space
         self.manifests: dict[Namespace, bytes] = {}
-        self.committer = Committer(self.volume, health, commits, self._stored, self._gone)
+        self.committer = Committer(
+            self.volume,
+            health,
+            commits,
+            more_to_come=lambda: bool(self._writing),
+            on_stored=self._stored,
+            on_gone=self._gone,
+        )
         self.writing_bytes = 0
         self.counts = counts
         self._health = health
-        self._reads, self._writes, self._background = io.lanes
+        self._verifies, self._reads, self._writes, self._background = io.lanes
         self._threads = io.threads
         self._wear = wear
         self._geometries: dict[Namespace, Geometry] = {}
@@ -216,16 +175,18 @@ class Objects:
         self.counts.put_bytes += record.size_bytes
 
     async def _write(self, record: Record, table: bytes, memory: Sequence[memoryview]) -> None:
-        """Verifies memory and writes it to the record's pages; frees them when that fails."""
+        """Writes memory to the record's pages and verifies it meanwhile; frees the pages when that fails."""
         failure = self._health.failure
+        moved = self._pieces(record, memory)
+        writing = self._start(self.volume.write, moved, self._threads - 1, self._writes, failure)
+        verifying = asyncio.ensure_future(wrap(table_of)(memory, self._runs(record), executor=self._writes))
         try:
-            if await wrap(table_of)(memory, self._runs(record), executor=self._writes) != table:
-                self.counts.bad_copies += 1
-                raise Corrupt(f"the copy of {record.key.hex()[:16]} in memory does not match its table")
-            moved = self._pieces(record, memory)
-            await self._in_strands(self.volume.write, moved, self._threads - 1, self._writes, failure)
+            await self._ended([*writing, verifying])
             if failure.done():
                 failure.result()
+            if verifying.result() != table:
+                self.counts.bad_copies += 1
+                raise Corrupt(f"the copy of {record.key.hex()[:16]} in memory does not match its table")
         except PagesFailed:
             self.space.fail(record)
             raise
@@ -318,16 +279,14 @@ class Objects:
     ) -> bytes:
         """Reads and verifies; returns the table."""
         finding = asyncio.ensure_future(wrap(self.volume.payload)(record, executor=lane))
+        reading = self._start(self.volume.read, self._pieces(record, memory), self._threads, lane, failure)
         try:
-            await self._in_strands(
-                self.volume.read, self._pieces(record, memory), self._threads, lane, failure
-            )
+            await self._ended([*reading, finding])
         except PagesFailed as error:
             raise Corrupt(f"{record.key.hex()[:16]} cannot be read: {error}") from error
-        finally:
-            await asyncio.wait({finding})
         table = finding.result()
-        if await wrap(table_of)(memory, self._runs(record), executor=lane) != table:
+        verifies = lane if lane is self._background else self._verifies
+        if await wrap(table_of)(memory, self._runs(record), executor=verifies) != table:
             raise Corrupt(f"the copy of {record.key.hex()[:16]} on {self.volume.device.name} is damaged")
         return table
 
@@ -374,16 +333,20 @@ class Objects:
     def _pieces(self, record: Record, memory: Sequence[memoryview]) -> Pieces:
         return pieces(record.extents, self.volume.label.page_bytes, record.size_bytes, memory)
 
-    async def _in_strands(
+    def _start(
         self, call: _Move, moved: Pieces, width: int, lane: Lane, failure: asyncio.Future[None]
-    ) -> None:
-        """Moves pieces in several threads; returns, or raises, when all of them are done."""
+    ) -> list[asyncio.Future[None]]:
+        """Moves pieces in several threads, until the device fails."""
         moving = wrap(call)
-        work = [moving(strand, failure.done, executor=lane) for strand in strands(moved, width)]
-        results = await asyncio.gather(*work, return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        for error in sorted(errors, key=lambda error: isinstance(error, PagesFailed)):
-            raise error  # a device that is down rather than pages that fail
+        parts = strands(moved, width)
+        return [asyncio.ensure_future(moving(part, failure.done, executor=lane)) for part in parts]
+
+    async def _ended(self, work: Sequence[asyncio.Future[Any]]) -> None:
+        """Returns, or raises, when all of it has ended: a device that is down rather than pages that failed."""
+        await asyncio.wait(work)
+        errors = [error for error in (each.exception() for each in work) if error is not None]
+        for error in sorted(errors, key=lambda error: not isinstance(error, DeviceDown)):
+            raise error
 
     def _trip(self, error: DeviceDown, failure: asyncio.Future[None]) -> None:
         """The device failed; not so when that error belongs to an earlier time."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_digest
 
 from kvstore.core import Extents, Run, Span, limits, locate
 from kvstore.tiers.nvme.device import BLOCK_BYTES, Pieces
@@ -42,12 +42,18 @@ def table_of(memory: Sequence[memoryview], runs: Iterable[Run]) -> bytes:
     at = 0
     for _, offset, size in runs:
         assert offset == at, "the runs of an object follow each other"
-        digest = xxh3_64()
-        for part in source.take(size):
-            digest.update(part)
-        table.append(digest.digest())
+        table.append(_digest(source.take(size)))
         at += size
     return b"".join(table)
+
+
+def _digest(parts: Sequence[memoryview]) -> bytes:
+    if len(parts) == 1:  # the rule, and half as fast again
+        return xxh3_64_digest(parts[0])
+    digest = xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 class _Cutter:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.core import Namespace
+from kvstore.tiers.nvme.base import NewObject, Refusal
 from kvstore.tiers.nvme.nvme_device import NvmeDevice
-from kvstore.tiers.nvme.objects import NewObject, Refusal
 from kvstore.tiers.nvme.records import Record
 
 

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from kvstore.core import Corrupt, limits
+from kvstore.tiers.nvme.base import Refusal
 from kvstore.tiers.nvme.device import DeviceRefused, aligned
-from kvstore.tiers.nvme.objects import Refusal
 from kvstore.tiers.nvme.pieces import io_bytes
 from kvstore.tiers.nvme.records import Record
 from tests.support import wait_until_async

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core import Extent, checksums, limits
+from kvstore.tiers.nvme.base import Refusal
 from kvstore.tiers.nvme.device import BLOCK_BYTES, aligned
 from kvstore.tiers.nvme.nvme_device import NvmeDevice
-from kvstore.tiers.nvme.objects import Refusal
 from kvstore.tiers.nvme.pieces import io_bytes, pieces, strands, table_of
 from kvstore.tiers.nvme.pool import IoPool
 from kvstore.tiers.nvme.records import Record

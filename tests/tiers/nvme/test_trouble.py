@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from kvstore.core import Corrupt
+from kvstore.tiers.nvme.base import Refusal
 from kvstore.tiers.nvme.device import DeviceDown, DeviceRefused, aligned
 from kvstore.tiers.nvme.mounting import mount
-from kvstore.tiers.nvme.objects import Refusal
 from kvstore.tiers.nvme.pieces import io_bytes
 from kvstore.tiers.nvme.volume import PagesFailed
 from tests.support import wait_until_async

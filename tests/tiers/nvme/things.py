@@ -5,11 +5,11 @@ import random
 from pathlib import Path
 
 from kvstore.core import Extent, Key, Manifest, Namespace
+from kvstore.tiers.nvme.base import NewObject
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.device import aligned
 from kvstore.tiers.nvme.label import RECORDS_OFFSET, SPARE_SLOTS
 from kvstore.tiers.nvme.mounting import Mounted, format_device, mount
-from kvstore.tiers.nvme.objects import NewObject
 from kvstore.tiers.nvme.pieces import io_bytes, pieces, table_of
 from kvstore.tiers.nvme.records import SLOT_BYTES, Kind, Record
 from kvstore.tiers.nvme.space import Space
