@@ -6,8 +6,8 @@ or released is forgotten in time.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
 
 from kvstore.admin import MOTION_BOUNDS_S, Histogram, Motion
 from kvstore.core import Key, MissReason, Namespace, limits
@@ -34,34 +34,34 @@ LEASES_MAX = 4_096
 K = TypeVar("K", bound=Hashable)
 
 
-class _Begun(NamedTuple):
-    at_s: float
-    size_bytes: int
-
-
 class Meter(Generic[K]):
     """Objects in motion in one direction, by what names them; at most `UNDER_WAY_MAX` are remembered."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._under_way: OrderedDict[K, _Begun] = OrderedDict()
+        self._under_way: OrderedDict[K, tuple[float, int]] = OrderedDict()  # when it began, size
         self._objects = 0
         self._bytes = 0
         self._seconds = Histogram(MOTION_BOUNDS_S)
 
-    def begin(self, name: K, size_bytes: int) -> None:
-        """Bytes may move from now on."""
-        self._under_way.setdefault(name, _Begun(self._clock(), size_bytes))
-        if len(self._under_way) > UNDER_WAY_MAX:
+    def begin(self, moving: Iterable[tuple[K, int]]) -> None:
+        """Bytes of these objects, named with their sizes, may move from now on."""
+        now_s = self._clock()
+        for name, size_bytes in moving:
+            self._under_way.setdefault(name, (now_s, size_bytes))
+        while len(self._under_way) > UNDER_WAY_MAX:
             self._under_way.popitem(last=False)
 
-    def end(self, name: K) -> None:
+    def end(self, names: Iterable[K]) -> None:
         """They have moved. Nothing happens the second time."""
-        begun = self._under_way.pop(name, None)
-        if begun is not None:
-            self._objects += 1
-            self._bytes += begun.size_bytes
-            self._seconds.observe(self._clock() - begun.at_s)
+        now_s = self._clock()
+        for name in names:
+            begun = self._under_way.pop(name, None)
+            if begun is not None:
+                began_s, size_bytes = begun
+                self._objects += 1
+                self._bytes += size_bytes
+                self._seconds.observe(now_s - began_s)
 
     def freeze(self) -> Motion:
         """The counts now."""
@@ -103,10 +103,10 @@ class MeteredStore(Store):
     ) -> tuple[ReserveAnswer, ...]:
         """See `Store.reserve`."""
         answers = super().reserve(client, namespace, items, duration_s)
-        for item, answer in zip(items, answers, strict=True):
-            if isinstance(answer, Granted):
-                self.pushes.begin(answer.generation, item.size_bytes)
-            elif isinstance(answer, Refused):
+        answered = list(zip(items, answers, strict=True))
+        self.pushes.begin((a.generation, item.size_bytes) for item, a in answered if isinstance(a, Granted))
+        for answer in answers:
+            if isinstance(answer, Refused):
                 self.refused[answer.reason] = self.refused.get(answer.reason, 0) + 1
         return answers
 
@@ -115,19 +115,17 @@ class MeteredStore(Store):
     ) -> tuple[CommitAnswer, ...]:
         """See `Store.commit`."""
         answers = super().commit(client, namespace, items)
-        for item, answer in zip(items, answers, strict=True):
-            if isinstance(answer, Committed):
-                self.pushes.end(item.generation)
+        answered = zip(items, answers, strict=True)
+        self.pushes.end(item.generation for item, answer in answered if isinstance(answer, Committed))
         return answers
 
     def acquire(self, client: ClientId, request: Acquire) -> tuple[AcquireAnswer, ...]:
         """See `Store.acquire`."""
         answers = super().acquire(client, request)
-        leased = self._leased.setdefault((client, request.lease), [])
-        for key, answer in zip(request.keys, answers, strict=False):  # a prefix may be cut short
-            if isinstance(answer, Resident):
-                self.pulls.begin((client, request.lease, key), answer.size_bytes)
-                leased.append(key)
+        answered = zip(request.keys, answers, strict=False)  # a prefix may be cut short
+        sizes = [(key, answer.size_bytes) for key, answer in answered if isinstance(answer, Resident)]
+        self.pulls.begin(((client, request.lease, key), size_bytes) for key, size_bytes in sizes)
+        self._leased.setdefault((client, request.lease), []).extend(key for key, _ in sizes)
         if len(self._leased) > LEASES_MAX:
             self._leased.popitem(last=False)
         return answers
@@ -135,5 +133,5 @@ class MeteredStore(Store):
     def release(self, client: ClientId, request: Release) -> None:
         """See `Store.release`."""
         super().release(client, request)
-        for key in request.keys or self._leased.pop((client, request.lease), ()):
-            self.pulls.end((client, request.lease, key))
+        keys = request.keys or self._leased.pop((client, request.lease), ())
+        self.pulls.end((client, request.lease, key) for key in keys)

@@ -6,6 +6,7 @@ import signal
 
 from kvstore.core import KVStoreError
 from kvstore.node.assemble import assemble
+from kvstore.node.garbage import keep_collections_short
 from kvstore.node.logs import start_logging
 from kvstore.node.sections import Config
 
@@ -40,6 +41,7 @@ async def _run(config: Config) -> None:
         print(node.banner, flush=True)  # noqa: T201  (what the user came for)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(work, name=name) for name, work in node.background.items()]
+            keep_collections_short()
             node.ready(True)
             await stop.wait()
             node.ready(False)

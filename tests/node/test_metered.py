@@ -112,10 +112,10 @@ def test_an_opened_namespace_is_passed_on(bench) -> None:
 def test_what_never_ends_is_forgotten() -> None:
     meter: Meter[int] = Meter(lambda: 0.0)
     for number in range(UNDER_WAY_MAX + 1):
-        meter.begin(number, 1)
-    meter.end(0)
+        meter.begin([(number, 1)])
+    meter.end([0])
     assert meter.freeze().objects == 0
-    meter.end(1)
+    meter.end([1])
     assert meter.freeze().objects == 1
 
 
