@@ -7,16 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.demo.metrics import total
 
 START_S_MAX = 240.0
 ANSWER_S_MAX = 240.0
+RESET_S_MAX = 30.0
 MODEL_NAME = "smollm2"
 
 
@@ -34,9 +36,27 @@ class Answer:
 
 
 class Engine:
-    """One vLLM instance in a process group of its own, so that a kill takes all of it."""
+    """One vLLM instance in a process group of its own, so that a kill takes all of it.
 
-    def __init__(self, name: str, model: Path, port: int, logs: Path, *, store: str | None) -> None:
+    Args:
+        name: of its log.
+        model: folder.
+        port: of its API, on loopback.
+        logs: folder for its log.
+        store: the value of --kv-transfer-config; None: no connector.
+        flags: more words for `vllm serve`; the last of a kind wins.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        port: int,
+        logs: Path,
+        *,
+        store: str | None,
+        flags: Sequence[str] = (),
+    ) -> None:
         self.name = name
         self.log_path = logs / f"{name}.log"
         self._url = f"http://127.0.0.1:{port}"
@@ -47,6 +67,7 @@ class Engine:
         command += ["--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
         if store is not None:
             command += ["--kv-transfer-config", store]
+        command += flags
         self.command = command
         self.started = time.monotonic()
         self._process = subprocess.Popen(
@@ -138,17 +159,31 @@ class Engine:
 
     def tokens_by_source(self) -> dict[str, int]:
         """vLLM's own count of prompt tokens: local_compute, local_cache_hit, external_kv_transfer."""
-        text = self._http.get("/metrics").text
-        counts = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == "vllm:prompt_tokens_by_source_total":
-                    counts[sample.labels["source"]] = int(sample.value)
-        return counts
+        page = self._http.get("/metrics").text
+        name = "vllm:prompt_tokens_by_source_total"
+        sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+        return {source: int(total(page, name, {"source": source})) for source in sources}
 
-    def forget_local_prefixes(self) -> None:
-        """Empties the engine's own prefix cache, and nothing else."""
-        self._expect_ok(self._http.post("/reset_prefix_cache"))
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels."""
+        return total(self._http.get("/metrics").text, name, labels)
+
+    def forget_local_prefixes(self, *, external: bool = False) -> None:
+        """Empties the engine's own prefix cache, and with `external` has it leave the store's behind as well.
+
+        vLLM refuses while blocks are in use, those of a push under way included.
+
+        Raises:
+            DemoFailed: they were in use for too long.
+        """
+        deadline = time.monotonic() + RESET_S_MAX
+        while time.monotonic() < deadline:
+            reply = self._http.post("/reset_prefix_cache", params={"reset_external": external})
+            self._expect_ok(reply)
+            if reply.json()["success"]:
+                return
+            time.sleep(0.1)
+        raise DemoFailed(f"{self.name} could not empty its prefix cache", self.log_path)
 
     def signal(self, number: signal.Signals) -> None:
         """A signal to every process of the engine."""

@@ -5,27 +5,48 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.demo.engine import DemoFailed
+from deploy.demo.metrics import total
 
 START_S_MAX = 30.0
 
 
 class Node:
-    """One store node on loopback, with its embedded Redis."""
+    """One store node on loopback, with its embedded Redis unless `flags` name another one.
 
-    def __init__(self, control_port: int, admin_port: int, logs: Path) -> None:
-        self.log_path = logs / "kvstore.log"
-        self.control = f"127.0.0.1:{control_port}"
+    Args:
+        control_port, admin_port: where it listens.
+        logs: the folder for its log.
+        name: of its log.
+        flags: more words for `kvstore serve`.
+        host: the address it listens on and engines reach it at.
+        within: the words of a command that runs it somewhere else, such as in a network namespace.
+    """
+
+    def __init__(
+        self,
+        control_port: int,
+        admin_port: int,
+        logs: Path,
+        *,
+        name: str = "kvstore",
+        flags: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        within: Sequence[str] = (),
+    ) -> None:
+        self.log_path = logs / f"{name}.log"
+        self.control = f"{host}:{control_port}"
         self._log: TextIO = self.log_path.open("w")
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{admin_port}", timeout=5.0)
-        command = [str(Path(sys.executable).with_name("kvstore")), "serve", "--dram-size-bytes", "2GiB"]
-        command += ["--control-listen", self.control, "--admin-listen", f"127.0.0.1:{admin_port}"]
+        self._http = httpx.Client(base_url=f"http://{host}:{admin_port}", timeout=5.0)
+        command = [*within, str(Path(sys.executable).with_name("kvstore")), "serve"]
+        command += ["--control-listen", self.control, "--admin-listen", f"{host}:{admin_port}"]
+        command += ["--dram-size-bytes", "2GiB", *flags]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
     def wait_ready(self) -> None:
@@ -57,13 +78,7 @@ class Node:
 
     def gauge(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels."""
-        text = self._http.get("/metrics").text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return total(self._http.get("/metrics").text, name, labels)
 
     def objects(self) -> list[dict[str, Any]]:
         """Everything that the node holds, from /v1/objects."""
@@ -77,6 +92,15 @@ class Node:
             cursor = page.get("cursor") or ""
             if not cursor:
                 return found
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        """A signal to its process."""
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """SIGKILL: nobody is told."""
