@@ -110,6 +110,7 @@ class Dram:
     def spoil(self, bad: Object) -> None:
         """The copy's bytes did not verify."""
         bad.copies[Tier.DRAM].advance(Event.SPOIL)
+        bad.resident = None
         if bad not in self._retired:
             self.ready_objects -= 1
             self.ready_bytes -= bad.size_bytes
@@ -197,6 +198,7 @@ class Dram:
     def _give_back(self, owner: Object, event: Event) -> None:
         copy = owner.copies.pop(Tier.DRAM)
         copy.advance(event)
+        owner.resident = None
         self._allocator.free(copy.extents)
 
     def _forget(self, owner: Object) -> None:

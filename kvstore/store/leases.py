@@ -74,18 +74,21 @@ class Leases:
         share_pages = self._clients.leased_pages_max
         return within_share(client_pages, all_pages, share_pages, floor_pages, alone=alone)
 
-    def take(self, lease: Lease, wanted: Object) -> None:
-        """Adds an object to a lease that does not have its key yet."""
+    def take(self, lease: Lease, wanted: Object, floor_pages: int, *, alone: bool) -> bool:
+        """Adds an object to a lease that does not have its key yet, if the client's share allows it."""
         assert wanted.key not in lease.objects, "a lease has one object per key"
-        lease.objects[wanted.key] = wanted
         client = lease.client
         own = client.leased.get(wanted, 0)
-        client.leased[wanted] = own + 1
         if not own:
+            if not self.may_take(client, wanted, floor_pages, alone=alone):
+                return False
             client.leased_pages += wanted.pages
+        client.leased[wanted] = own + 1
         if not wanted.leases:
             self.leased_pages += wanted.pages
         wanted.leases += 1
+        lease.objects[wanted.key] = wanted
+        return True
 
     def release(self, lease: Lease, keys: Iterable[Key]) -> None:
         """Gives these keys back, the last first, so that parents are more recently used than children."""

@@ -16,6 +16,7 @@ from kvstore.store.dram import Dram
 from kvstore.store.objects import Object
 from kvstore.store.snapshot import Totals
 from kvstore.store.watches import Watches
+from kvstore.wire import Resident
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -83,6 +84,8 @@ class Listing:
         """The object may be read from now on."""
         filled.table = table
         self.dram.commit(filled)
+        extents = filled.copies[Tier.DRAM].extents
+        filled.resident = Resident(filled.generation, extents, filled.size_bytes, table)
         self.lost.discard(filled.key)
         self.on_dirty(filled.key)
         self.watches.fire(filled.key)

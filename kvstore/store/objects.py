@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from kvstore.core import Event, Extents, Key, State, Tier, step
 from kvstore.store.clients import Client
 from kvstore.store.namespaces import OpenNamespace
-from kvstore.wire import ClientId, Generation, LeaseId
+from kvstore.wire import ClientId, Generation, LeaseId, Resident
 
 
 class Copy:
@@ -72,6 +72,7 @@ class Object:
         "reader",
         "ready_s",
         "reservation",
+        "resident",
         "shared",
         "size_bytes",
         "table",
@@ -87,6 +88,9 @@ class Object:
         self.pages = 0
         self.generation = Generation(b"")
         self.table = b""
+        self.resident: Resident | None = (
+            None  # what who leases it is told, while its copy in DRAM can be read
+        )
         self.copies: dict[Tier, Copy] = {}
         self.listed = True
         self.reservation: Reservation | None = None

@@ -61,17 +61,15 @@ class Reading:
         promised = lease.objects.get(key) if lease is not None else None
         if promised is not None:
             return self._resident(promised)
-        listed = self._listing.find(namespace.id, key)
-        if listed is None:
+        listed = self._listing.objects.get(key)
+        if listed is None or listed.namespace is not namespace:
             self._listing.on_dirty(key)
             return self._miss(self._listing.lost.get(key, MissReason.NEVER_STORED))
         if listed.reservation is not None:
             self._listing.totals.miss(MissReason.FILLING)
             return Filling()
-        may_take = self._leases.may_take(client, listed, namespace.floor_pages, alone=alone)
-        if lease is None or not may_take:
+        if lease is None or not self._leases.take(lease, listed, namespace.floor_pages, alone=alone):
             return self._miss(MissReason.LEASE_LIMIT)
-        self._leases.take(lease, listed)
         listed.used_by(client.id)
         self._listing.totals.acquired_keys += 1
         return self._resident(listed)
@@ -141,10 +139,7 @@ class Reading:
             self._listing.dram.unpinned(suspect)
 
     def _resident(self, leased: Object) -> AcquireAnswer:
-        copy = leased.copies[Tier.DRAM]
-        if copy.state is State.BAD:
-            return self._miss(MissReason.BAD_COPY)
-        return Resident(leased.generation, copy.extents, leased.size_bytes, leased.table)
+        return leased.resident or self._miss(MissReason.BAD_COPY)
 
     def _miss(self, reason: MissReason) -> Miss:
         self._listing.totals.miss(reason)
