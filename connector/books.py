@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from connector.copies import Fence
 from connector.metadata import LoadJob, Reports, SaveJob, SaveReport
-from connector.tensors import Fence
 from kvstore.core import MissReason
 
 LINE_EVERY_S = 60.0

@@ -52,11 +52,13 @@ __all__ = [
     "model_facts",
     "register_connector",
     "tensor_data",
+    "total_kv_heads",
     "unsupported_engine",
     "unsupported_spec",
     "unsupported_version",
     "uses_mla",
     "was_aborted",
+    "worker_rank",
 ]
 
 VERSIONS = ("0.32.",)
@@ -105,9 +107,9 @@ def unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     refusals = (
-        (parallel.world_size > 1, f"tensor or pipeline parallelism ({parallel.world_size} ranks)"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
+        (_has_draft_kv(vllm_config.speculative_config), "a draft model with a KV cache of its own"),
         (len(groups) != 1, f"a model with {len(groups)} KV cache groups (hybrid attention or Mamba)"),
     )
     for refused, what in refusals:
@@ -115,6 +117,11 @@ def unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> str | None:
             return f"{what} is not supported yet"
     reasons = (unsupported_spec(spec) for spec in layer_specs(groups[0]).values())
     return next((reason for reason in reasons if reason), None)
+
+
+def _has_draft_kv(speculative: Any) -> bool:
+    """A draft's KV depends on the draft's weights, and with hidden states also on the token behind a chunk."""
+    return speculative is not None and bool(speculative.uses_draft_kv_cache())
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
@@ -133,6 +140,18 @@ def is_mla(spec: Any) -> bool:
 def uses_mla(vllm_config: Any) -> bool:
     """Whether the whole model does. False where vLLM only probes, without a model."""
     return vllm_config.model_config is not None and bool(vllm_config.model_config.use_mla)
+
+
+def total_kv_heads(vllm_config: Any) -> int:
+    """KV heads of a layer of the unsharded model; MLA has one."""
+    return 1 if uses_mla(vllm_config) else int(vllm_config.model_config.get_total_num_kv_heads())
+
+
+def worker_rank() -> tuple[int, int]:
+    """This worker's PP and TP rank. vLLM has formed its groups before it makes the connector."""
+    from vllm.distributed import get_pp_group, get_tp_group  # noqa: PLC0415 - only workers have groups
+
+    return int(get_pp_group().rank_in_group), int(get_tp_group().rank_in_group)
 
 
 def attention_backends(vllm_config: Any, layer_names: Iterable[str]) -> set[str]:

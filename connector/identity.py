@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from connector.compat import ModelFacts
-from connector.metadata import Handshake
+from connector.shape import Whole
 from kvstore.core import BadConfiguration, Manifest
 from kvstore.core.limits import GIB, KIB, MIB
 
@@ -61,17 +61,17 @@ class WeightsUnknown(BadConfiguration):
     """The weights cannot be told apart from others by their files."""
 
 
-def build_manifest(facts: ModelFacts, weights: str, handshake: Handshake, chunk_tokens: int) -> Manifest:
-    """The manifest of an engine; `weights` comes from `weights_identity`, `handshake` from the worker half."""
-    assert handshake.unsupported is None, "an unsupported layout has no manifest"
+def build_manifest(facts: ModelFacts, weights: str, whole: Whole, chunk_tokens: int) -> Manifest:
+    """The manifest of an engine; `weights` comes from `weights_identity`, `whole` from the worker halves."""
+    geometry = whole.shape.geometry
     return Manifest(
         weights=weights,
         model=model_identity(facts),
-        kv_dtype=handshake.kv_dtype,
-        tile_format=handshake.tile_format,
+        kv_dtype=whole.kv_dtype,
+        tile_format=whole.tile_format,
         chunk_tokens=chunk_tokens,
-        unit_tokens=handshake.unit_tokens,
-        lanes=handshake.lanes,
+        unit_tokens=geometry.unit_tokens,
+        lanes=tuple((layers, heads, unit_bytes) for layers, heads, unit_bytes in geometry.lanes),
     )
 
 

@@ -3,7 +3,8 @@
 A job, once the scheduler waits for it, always goes to the worker half, whatever goes wrong here: the scheduler
 has no deadline of its own, and tokens that nobody loads must be reported as failed, never pass for loaded.
 A chunk that the engine has in part is read and verified whole, but only its missing blocks are written.
-A load that failed is remembered: nothing is promised to that request again.
+A load that failed is remembered: nothing is promised to that request again. A rank that does not report costs its
+request, but not the lease.
 """
 
 from collections.abc import Sequence
@@ -17,16 +18,19 @@ from connector.requests import Ask, RequestState
 from connector.shared import Shared
 from kvstore.core import Key, MissReason
 
+LATE_S = 5.0  # behind a load's deadline every rank has reported, or reads nothing any more
+
 
 @dataclass(slots=True)
 class _Load:
-    """A job at the workers: it brings the tokens [start, stop)."""
+    """A job at the workers: it brings the tokens [start, stop), until `ends_s`."""
 
     state: RequestState
     lease: Lease | None
     start: int
     stop: int
     reason: MissReason | None
+    ends_s: float = 0.0
     links: tuple[Link, ...] = ()
     objects: tuple[Promised, ...] = ()
     reports: list[LoadReport] = field(default_factory=list)
@@ -39,6 +43,7 @@ class Loads:
         self._control = shared.control
         self._config = shared.config
         self._leases = shared.leases
+        self._clock = shared.clock
         self._stats = shared.stats
         self._block_tokens = shared.block_tokens
         self._world_size = shared.world_size
@@ -91,6 +96,7 @@ class Loads:
             for link, promised in pairs
         )
         deadline_s = min(self._config.load_timeout_s, self._leases.longest_s(ask.lease))
+        load.ends_s = self._clock() + deadline_s
         return LoadJob(job, load.state.request_id, tuple(nodes.values()), objects, deadline_s)
 
     def _targets(self, link: Link, load: _Load, blocks: Sequence[int]) -> tuple[int | None, ...]:
@@ -112,13 +118,22 @@ class Loads:
         ready, self._ready = self._ready, []
         return ready
 
+    def tick(self) -> None:
+        """Gives back the leases of loads that some rank does not report in time."""
+        now = self._clock()
+        for load in self._jobs.values():
+            if load.lease is not None and now > load.ends_s + LATE_S:
+                self._leases.release(load.lease)
+                load.lease = None
+                self._stats.say_once(
+                    "no report", "a worker does not report its load; its lease is given back"
+                )
+
     def reported(self, job: int, reports: Sequence[LoadReport]) -> None:
         """What ranks say of a job. Only the first report of every rank counts."""
         load = self._jobs.get(job)
         if load is None:
-            self._stats.say_once(
-                "late load", f"load {job} was reported more often than there are ranks; ignored"
-            )
+            self._stats.say_once("late load", f"load {job} was reported twice by a rank; ignored")
             return
         load.reports.extend(reports)
         if len(load.reports) >= self._world_size:

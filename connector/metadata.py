@@ -5,25 +5,74 @@ ranks by `aggregate`. Durations, never instants: both sides count with their own
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from connector.compat import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
 from kvstore.client import NodeAddress
-from kvstore.core import Extents, Key, MissReason
+from kvstore.core import Extents, Geometry, Key, MissReason, Part
+
+
+class Rank(NamedTuple):
+    """A worker's place in its engine: pipeline stage, and place in the stage's tensor parallel group."""
+
+    pp: int = 0
+    tp: int = 0
+
+
+class Layer(NamedTuple):
+    """One layer's KV on one rank: its global name, the heads there, bytes of one unit of tokens of one head."""
+
+    name: str
+    num_heads: int
+    unit_bytes: int
 
 
 @dataclass(frozen=True)
 class Handshake(KVConnectorHandshakeMetadata):
-    """What only a worker knows of its KV cache, told once after it was registered; it completes the manifest.
+    """What only a worker knows of its part of the KV cache, told once after it was registered.
 
-    The fields are those of `kvstore.core.Manifest`; `lanes` describes the whole model, not this rank's part.
-    `unsupported` is a reason, as half a sentence, neither to save nor to load on this engine.
+    All ranks' handshakes together complete the manifest (`connector.shape`), whose words `tile_format`,
+    `kv_dtype` and `unit_tokens` are. `layers` are in the order of their names. `unsupported` is a reason, as
+    half a sentence, neither to save nor to load on this engine.
     """
 
     tile_format: str = ""
     kv_dtype: str = ""
     unit_tokens: int = 0
-    lanes: tuple[tuple[int, int, int], ...] = ()
+    layers: tuple[Layer, ...] = ()
     unsupported: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The shape of the engine's objects, and how its ranks divide them.
+
+    Args:
+        geometry: of the whole model.
+        firsts: number of the first layer of every pipeline stage, and at the end the number of layers.
+        tp_size: ranks of a stage.
+    """
+
+    geometry: Geometry
+    firsts: tuple[int, ...]
+    tp_size: int
+
+    def part(self, rank: Rank, size_bytes: int) -> Part:
+        """The rank's part of an object of this size: what it reads, and what it writes if it is a writer."""
+        units = self.geometry.units_of(size_bytes)
+        assert units is not None, f"no object of this namespace has {size_bytes} bytes"
+        layers = range(self.firsts[rank.pp], self.firsts[rank.pp + 1])
+        return self.geometry.part(units * self.geometry.unit_tokens, layers, rank.tp, self.tp_size)
+
+    def writes(self, rank: Rank) -> bool:
+        """Whether the rank is the one that writes the heads it holds: the first of those that do."""
+        replicas = max(1, self.tp_size // self.geometry.lanes[0].num_heads)
+        return rank.tp % replicas == 0
+
+    def largest_part_bytes(self, num_tokens: int) -> int:
+        """Bytes of the largest part of an object of so many tokens."""
+        size = self.geometry.object_bytes(num_tokens)
+        return max(self.part(Rank(pp), size).size_bytes for pp in range(len(self.firsts) - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +144,8 @@ class LoadReport:
 class SaveReport:
     """Outcome per object of a save on one rank, in the job's order.
 
-    `checksums[i]` maps run index to its 8-byte checksum for the runs this rank wrote; None: the write
-    failed. `quiet` is False if any of its transfers may still land.
+    `checksums[i]` maps run index to its 8-byte checksum for the runs this rank wrote, none where another rank
+    writes the heads that it holds; None: the write failed. `quiet` is False if any of its transfers may still land.
     """
 
     checksums: tuple[dict[int, bytes] | None, ...]
@@ -107,10 +156,11 @@ class SaveReport:
 
 @dataclass(slots=True)
 class Jobs(KVConnectorMetadata):
-    """One step's work for every rank."""
+    """One step's work for every rank. Every rank finds its parts of the objects by `shape`."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    shape: Shape | None = None
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@
     step n+k   granted: a SaveJob per node goes to the worker half. Never in step n itself, so a job's
                blocks were computed by earlier steps, and are pushed while step n+k computes
     report     from every rank -> the references go; one commit with the table put together from the runs'
-               checksums; an abort if any rank failed or a run is missing
+               checksums; an abort if any rank failed, a run is missing, or a rank did not report in time
 
 The references are what protects blocks: requests may finish, be preempted or aborted meanwhile. They are
 bounded; beyond the bound a link waits for a later step of its request, or is dropped with it.
@@ -27,6 +27,7 @@ from kvstore.client import NodeAddress
 from kvstore.core import Geometry, Key, limits
 
 MARGIN_S = 1.0  # a reservation that ends sooner is not worth starting a save with
+LATE_S = 5.0  # behind the end of its reservation no rank is waited for: each of them has reported long before
 
 
 @dataclass(slots=True)
@@ -229,9 +230,7 @@ class Saves:
         """What ranks say of a job. Only the first report of every rank counts."""
         save = self._jobs.get(job)
         if save is None:
-            self._stats.say_once(
-                "late save", f"save {job} was reported more often than there are ranks; ignored"
-            )
+            self._stats.say_once("late save", f"save {job} was reported late or twice by a rank; ignored")
             return
         save.reports.extend(reports)
         if len(save.reports) >= self._shared.world_size:
@@ -266,13 +265,21 @@ class Saves:
             checksums = report.checksums[position]
             if checksums is None:
                 return None
+            if not runs.keys().isdisjoint(checksums):  # whose bytes are there, nobody knows
+                self._stats.say_once(
+                    "same run", "two ranks have written the same run, which is a bug; aborted"
+                )
+                return None
             runs.update(checksums)
         if set(runs) != set(range(self.geometry.num_runs)):
             return None
         return b"".join(runs[index] for index in range(self.geometry.num_runs))
 
     def tick(self) -> None:
-        """Takes the answers to commits."""
+        """Takes the answers to commits, and gives up on ranks that do not report."""
+        now = self._clock()
+        for job in [job for job, save in self._jobs.items() if now > save.ends_s + LATE_S]:
+            self._give_up(self._jobs.pop(job))
         for commit in [c for c in self._commits if c.answers.done()]:
             self._commits.remove(commit)
             answers = (
@@ -285,6 +292,13 @@ class Saves:
                     self._stats.committed_objects += 1
                 else:
                     self._stats.drop("its commit was not accepted or not answered")
+
+    def _give_up(self, save: _Save) -> None:
+        """A rank's report is missing. It may still read these blocks, for bytes that nobody will commit."""
+        self._control.abort([grant for _, grant in save.items], quiet=False)
+        self._stats.drop("a worker did not report in time", len(save.items))
+        for item, _ in save.items:
+            self._let_go(item)
 
     def finished(self, state: RequestState) -> None:
         """The request's blocks go: what was not offered by now never will be."""

@@ -179,12 +179,15 @@ class SchedulerHalf:
         self._tick()
         jobs.saves.extend(self._ready_saves())
         self._plan_saves(scheduler_output)
+        if jobs.loads or jobs.saves:
+            jobs.shape = self.session.shape
         return jobs
 
     @harmless(lambda: None)
     def _tick(self) -> None:
         self.session.tick()
         self.shared.leases.tick()
+        self.loads.tick()
         self.saves.tick()
         if lines := self.shared.stats.take_lines():
             self.shared.control.report(lines)

@@ -1,7 +1,7 @@
 """Which namespace this engine works in, and from when on.
 
 The manifest needs two things that come at their own pace: the identity of the weights (read from files, in
-the background) and the worker's handshake (after its KV cache was registered). Until both are there, nothing
+the background) and the workers' handshakes (after their KV caches were registered). Until both are there, nothing
 is looked up or saved; requests may be held back for a moment. Where either says no, the engine does without
 the store, and says so in one line.
 """
@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from connector.compat import logger, model_facts
+from connector.compat import logger, model_facts, total_kv_heads
 from connector.identity import build_manifest, weights_identity
-from connector.metadata import Handshake
+from connector.metadata import Handshake, Shape
+from connector.shape import LayoutUnsupported, Whole, put_together
 from connector.shared import Shared
 from kvstore.core import BadConfiguration, Manifest, Namespace
 
@@ -30,7 +31,7 @@ class Session:
         self.unsupported: str | None = None
         self._shared = shared
         self._vllm_config = vllm_config
-        self._handshake: Handshake | None = None
+        self._whole: Whole | None = None
         self._weights: Future[str] = shared.control.call(self._identify_weights)
 
     def _identify_weights(self) -> str:
@@ -53,27 +54,34 @@ class Session:
             self.refuse(
                 f"only {len(hands)} of {self._shared.world_size} workers have described their KV cache"
             )
-        elif len(set(hands.values())) > 1:
-            self.refuse("the workers' KV caches have different formats")
         else:
-            self._handshake = next(iter(hands.values()))
+            try:
+                self._whole = put_together(hands, total_kv_heads(self._vllm_config))
+            except LayoutUnsupported as error:
+                self.refuse(str(error))
             self.tick()
+
+    @property
+    def shape(self) -> Shape | None:
+        """The shape of this engine's objects; None until the workers have told."""
+        return None if self._whole is None else self._whole.shape
 
     def tick(self) -> None:
         """Opens the namespace once everything is known."""
-        if self.manifest is None and self.unsupported is None and self._handshake and self._weights.done():
+        if self.manifest is None and self.unsupported is None and self._whole and self._weights.done():
             try:
                 weights = self._weights.result()
                 manifest = build_manifest(
-                    model_facts(self._vllm_config), weights, self._handshake, self._shared.config.chunk_tokens
+                    model_facts(self._vllm_config), weights, self._whole, self._shared.config.chunk_tokens
                 )
             except BadConfiguration as error:
                 self.refuse(str(error))
                 return
-            size_bytes = manifest.geometry.object_bytes(manifest.chunk_tokens)
+            size_bytes = self._whole.shape.largest_part_bytes(manifest.chunk_tokens)
             if size_bytes > self._shared.config.staging_bytes:
                 self.refuse(
-                    f"a chunk takes {size_bytes} bytes, more than staging_bytes in kv_connector_extra_config"
+                    f"a worker's part of a chunk takes {size_bytes} bytes, more than staging_bytes in "
+                    "kv_connector_extra_config"
                 )
             else:
                 self._open(manifest)

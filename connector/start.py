@@ -4,9 +4,11 @@ import functools
 from typing import Any
 
 from connector.background import Background
+from connector.compat import worker_rank
 from connector.config import Config, read_token
 from connector.control import Control
 from connector.guard import Breaker
+from connector.metadata import Rank
 from connector.scheduler import SchedulerHalf
 from connector.worker import WorkerHalf
 from kvstore.client import ClientConfig, open_mover
@@ -46,4 +48,4 @@ def start_worker_half(vllm_config: Any, kv_cache_config: Any, config: Config) ->
         devices=config.devices,
         staging_bytes=config.staging_bytes,
     )
-    return WorkerHalf(opened, vllm_config, kv_cache_config)
+    return WorkerHalf(opened, vllm_config, kv_cache_config, Rank(*worker_rank()))

@@ -13,6 +13,9 @@ it changes under one lock, and a step's hooks report from one snapshot, so that 
 finished before its invalid blocks do. Deadlines need no thread of their own, because the engine asks every
 step: what is over its deadline then is reported then.
 
+A rank reads and writes its part of every object (`Shape.part`); a rank whose heads another one writes reports its
+saves at once.
+
 Engine blocks are written from verified bytes only, and never after the report: `_write` asks under the lock
 for leave to scatter, no leave is given once a job is over, and a job with a scatter under way is not over.
 Objects from the first bad one on are reported with all their blocks, also those that came in order later.
@@ -26,11 +29,23 @@ from typing import Any
 
 from connector.books import Ended, Lines, Load, Save, nothing_saved
 from connector.compat import KVConnectorTransferResults, logger
-from connector.metadata import Handshake, Jobs, LoadJob, LoadReport, Reports, SaveJob, SaveReport
+from connector.copies import Fence
+from connector.metadata import (
+    Handshake,
+    Jobs,
+    LoadJob,
+    LoadReport,
+    Rank,
+    Reports,
+    SaveJob,
+    SaveReport,
+    Shape,
+)
 from connector.pool import Pool
-from connector.tensors import Fence, KVCaches, LayoutUnsupported, understand
+from connector.shape import LayoutUnsupported
+from connector.tensors import KVCaches, understand
 from kvstore.client import Mover, PullItem, PushItem, PushResult
-from kvstore.core import KVStoreError, MissReason, TransferFailed, limits
+from kvstore.core import KVStoreError, MissReason, Part, TransferFailed, limits
 
 log = logger(__name__)
 
@@ -47,6 +62,7 @@ class WorkerHalf:
             or `OSError`) is one line in the log, and this engine does without the store.
         vllm_config: vLLM's configuration.
         kv_cache_config: vLLM's description of the KV cache.
+        rank: this worker's place in the engine.
         clock: seconds, monotonic.
     """
 
@@ -55,8 +71,11 @@ class WorkerHalf:
         open_mover: Callable[[], Mover],
         vllm_config: Any,
         kv_cache_config: Any,
+        rank: Rank = Rank(),  # noqa: B008 - immutable
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._rank = rank
+        self._shape: Shape | None = None
         self._open_mover = open_mover
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -121,6 +140,7 @@ class WorkerHalf:
         """Queues this step's loads."""
         if not jobs.loads:
             return
+        self._shape = jobs.shape or self._shape
         after = self._caches.fence() if self._caches is not None else None
         for job in jobs.loads:
             self._begin_load(job, after)
@@ -131,6 +151,7 @@ class WorkerHalf:
         if not new:
             return
         self._next_save = 1 + max(job.job for job in new)
+        self._shape = jobs.shape or self._shape
         after = self._caches.fence() if self._caches is not None else None
         for job in new:
             self._begin_save(job, after)
@@ -157,6 +178,11 @@ class WorkerHalf:
         with self._changed:
             reports, self._reporting.reports = self._reporting.reports, Reports()
         return reports if reports.loads or reports.saves else None
+
+    def _part(self, size_bytes: int) -> Part:
+        """This rank's part of an object of this size."""
+        assert self._shape is not None, "jobs come with the shape of their objects"
+        return self._shape.part(self._rank, size_bytes)
 
     def _say(self, kind: object, line: str) -> None:
         """Leaves a line for the log, which the next step writes. Under the lock."""
@@ -209,11 +235,8 @@ class WorkerHalf:
 
     def _pull_item(self, load: Load, index: int) -> PullItem:
         wanted = load.job.objects[index]
-        assert self._caches is not None
-        part = self._caches.geometry.whole(wanted.size_bytes)
-        return PullItem(
-            wanted.extents, wanted.size_bytes, part, wanted.table, partial(self._write, load, index)
-        )
+        part, sink = self._part(wanted.size_bytes), partial(self._write, load, index)
+        return PullItem(wanted.extents, wanted.size_bytes, part, wanted.table, sink)
 
     def _given_up(self, load: Load, index: int) -> bool:
         with self._changed:
@@ -278,8 +301,12 @@ class WorkerHalf:
             self._saves[job.job] = save
             if self._pool is None:
                 self._report(save, nothing_saved(job, quiet=True))
-        if self._pool is not None:
-            self._pool.save(partial(self._push, save))
+                return
+            assert self._shape is not None, "jobs come with the shape of their objects"
+            if not self._shape.writes(self._rank):
+                self._report(save, SaveReport(({},) * len(job.objects), quiet=True))
+                return
+        self._pool.save(partial(self._push, save))
 
     def _push(self, save: Save) -> None:
         """Writes a job's objects into their granted pages."""
@@ -298,12 +325,12 @@ class WorkerHalf:
                 self._report(save, report)
 
     def _push_items(self, save: Save) -> SaveReport:
-        assert self._caches is not None and self._mover is not None
+        assert self._mover is not None
         items = [
             PushItem(
                 wanted.extents,
                 wanted.size_bytes,
-                self._caches.geometry.whole(wanted.size_bytes),
+                self._part(wanted.size_bytes),
                 partial(self._read, save, index),
             )
             for index, wanted in enumerate(save.job.objects)

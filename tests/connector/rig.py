@@ -15,6 +15,7 @@ from connector.metadata import (
     SaveJob,
     SaveObject,
     SaveReport,
+    Shape,
 )
 from connector.worker import WorkerHalf
 from kvstore.client import Mover, NodeAddress, Staging
@@ -109,7 +110,9 @@ class Rig:
         self.node = {name: Node(self.network, name) for name in self.nodes}
         self.transfer = InProcessTransfer(self.network, "worker")
         self.mover = Mover(self.transfer, Staging(self.transfer, 1 << 20))
-        self.worker = WorkerHalf(lambda: self.wrap(self.mover), vllm_config(), self.engine.config, self.clock)
+        self.worker = WorkerHalf(
+            lambda: self.wrap(self.mover), vllm_config(), self.engine.config, clock=self.clock
+        )
         self.worker.register_kv_caches(self.engine.tensors)
         self.steps: list[Step] = []
         self.alive.append(self)
@@ -149,6 +152,7 @@ class Rig:
         given = Jobs(
             [job for job in jobs if isinstance(job, LoadJob)],
             [job for job in jobs if isinstance(job, SaveJob)],
+            Shape(self.geometry, (0, self.geometry.num_layers), 1),
         )
         self.worker.begin_saves(given)  # handle_preemptions
         self.worker.start_load_kv(given)

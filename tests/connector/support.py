@@ -30,7 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from connector.config import Config
 from connector.control import Control, Found, Grant, NotGranted, Promise, Promised, ReportLine, ReserveAsk
 from connector.guard import Breaker
-from connector.metadata import Handshake, Jobs, LoadJob, LoadReport, Reports, SaveJob, SaveReport
+from connector.metadata import Handshake, Jobs, Layer, LoadJob, LoadReport, Reports, SaveJob, SaveReport
 from connector.scheduler import SchedulerHalf
 from kvstore.client import NodeAddress, NodeId
 from kvstore.core import Key, Manifest, MissReason, PeerLost
@@ -39,7 +39,8 @@ from tests.conftest import MODEL
 
 BLOCK = 16
 CHUNK = 64
-HANDSHAKE = Handshake("test", "float32", BLOCK, ((2, 1, 16),))  # two runs per object
+LAYERS = (Layer("layers.0", 1, 16), Layer("layers.1", 1, 16))  # two runs per object
+HANDSHAKE = Handshake("test", "float32", BLOCK, LAYERS)
 RUNS = 2
 
 Content = tuple[bytes | None, ...]  # the KV of consecutive tokens

@@ -25,8 +25,9 @@ from connector.identity import (
     weights_fingerprint,
     weights_identity,
 )
-from connector.metadata import Handshake
-from kvstore.core import differences
+from connector.metadata import Shape
+from connector.shape import Whole
+from kvstore.core import Geometry, LaneGroup, differences
 from kvstore.core.limits import MIB
 
 GOLDEN_FULL = "files:93516f2d8c75a957ca076a30fe19f614135fd57def94ef1ea6874fe4e9b2c8a1"
@@ -245,7 +246,7 @@ CONFIG = {
     "use_cache": True,
     "id2label": {0: "LABEL_0"},
 }
-SHAKE = Handshake("cpu-vec", "float32", 128, ((30, 3, 65536),))
+WHOLE = Whole("cpu-vec", "float32", Shape(Geometry(128, (LaneGroup(30, 3, 65536),)), (0, 30), 1))
 
 
 def facts(**changes: Any) -> ModelFacts:
@@ -254,7 +255,7 @@ def facts(**changes: Any) -> ModelFacts:
 
 
 def test_the_manifest_is_readable_and_flat() -> None:
-    manifest = build_manifest(facts(), "version:1", SHAKE, 256)
+    manifest = build_manifest(facts(), "version:1", WHOLE, 256)
     assert manifest.model == {
         "architectures": '["LlamaForCausalLM"]',
         "engine.dtype": "float32",
@@ -277,7 +278,7 @@ def test_the_manifest_is_readable_and_flat() -> None:
     ],
 )
 def test_what_does_not_change_kv_does_not_change_the_namespace(change: dict[str, Any]) -> None:
-    one, other = (build_manifest(made, "version:1", SHAKE, 256) for made in (facts(), facts(**change)))
+    one, other = (build_manifest(made, "version:1", WHOLE, 256) for made in (facts(), facts(**change)))
     assert one.namespace == other.namespace
 
 
@@ -296,7 +297,7 @@ def test_what_does_not_change_kv_does_not_change_the_namespace(change: dict[str,
     ],
 )
 def test_what_may_change_kv_changes_the_namespace_and_is_named(change: dict[str, Any], field: str) -> None:
-    one, other = (build_manifest(made, "version:1", SHAKE, 256) for made in (facts(), facts(**change)))
+    one, other = (build_manifest(made, "version:1", WHOLE, 256) for made in (facts(), facts(**change)))
     assert one.namespace != other.namespace
     assert field in "".join(differences(one, other))
 
@@ -322,11 +323,6 @@ def test_dummy_weights_depend_on_the_ranks() -> None:
     dummy = facts(load_format="dummy")
     assert weights_identity(dummy) == "dummy:tp1pp1"
     assert weights_identity(replace(dummy, ranks=(2, 1))) == "dummy:tp2pp1"
-
-
-def test_an_unsupported_layout_has_no_manifest() -> None:
-    with pytest.raises(AssertionError, match="unsupported"):
-        build_manifest(facts(), "version:1", Handshake(unsupported="MLA on CPU"), 256)
 
 
 # --- what vLLM says -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import inspect
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -15,7 +16,7 @@ import connector
 from connector.compat import unsupported_engine, unsupported_version
 from connector.connector import KVStoreConnector
 from connector.guard import ERRORS_MAX, WINDOW_S, Breaker
-from connector.metadata import Handshake, Jobs
+from connector.metadata import Handshake, Jobs, Layer
 from kvstore.core import BadConfiguration, MissReason
 from tests.connector.support import BLOCK, CHUNK, HANDSHAKE, Engine, Node, kv_cache_config, prompt
 
@@ -123,9 +124,12 @@ def full() -> FullAttentionSpec:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda v, k: setattr(v.parallel_config, "world_size", 2), "2 ranks"),
         (lambda v, k: setattr(v.parallel_config, "decode_context_parallel_size", 2), "decode context"),
         (lambda v, k: setattr(v.parallel_config, "prefill_context_parallel_size", 2), "prefill context"),
+        (
+            lambda v, k: setattr(v, "speculative_config", SimpleNamespace(uses_draft_kv_cache=lambda: True)),
+            "a draft model",
+        ),
         (lambda v, k: k.kv_cache_groups.append(KVCacheGroupSpec(["more"], full())), "2 KV cache groups"),
         (
             lambda v, k: k.kv_cache_groups.__setitem__(
@@ -201,11 +205,11 @@ def test_weights_that_cannot_be_identified_are_said_and_not_shared(node, monkeyp
 
 def test_a_chunk_that_does_not_fit_into_staging_is_said(node, caplog_vllm) -> None:
     engine = Engine(node, shake_hands=False)
-    large = replace(HANDSHAKE, lanes=((1024, 8, 1 << 20),))
+    large = replace(HANDSHAKE, layers=tuple(Layer(f"layers.{n}", 8, 1 << 20) for n in range(1024)))
     engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): large})
     engine.generate("a", TEXT)
     assert node.calls == []
-    assert "a chunk takes 34359738368 bytes, more than staging_bytes" in caplog_vllm.text
+    assert "a worker's part of a chunk takes 34359738368 bytes, more than staging_bytes" in caplog_vllm.text
 
 
 # --- errors of our own --------------------------------------------------------------------------------

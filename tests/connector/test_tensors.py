@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec, SlidingWindowSpec
 
-from connector.tensors import KVCaches, LayoutUnsupported, understand
+from connector.metadata import Layer
+from connector.shape import LayoutUnsupported
+from connector.tensors import KVCaches, understand
 from kvstore.core import LaneGroup
 from tests.connector.caches import Engine, full_spec, make_engine, mla_spec, vllm_config
 
-GPU_LAYOUTS = ["LBHNC", "BLHNC", "BHLNC", "LHBNC"]  # all whose tiles are contiguous
+GPU_LAYOUTS = ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC", "LHBNC"]  # all there are
 
 
 def gathered(caches: KVCaches, blocks: list[int]) -> bytes:
@@ -134,7 +136,7 @@ def test_a_layer_that_shares_the_kv_of_another_is_skipped() -> None:
 def test_the_handshake_says_what_the_manifest_needs() -> None:
     shake = make_engine([full_spec(32, 2, 64)] * 2).understood(dtype=torch.float32).handshake
     assert (shake.tile_format, shake.kv_dtype, shake.unit_tokens) == ("cpu-vec", "float32", 32)
-    assert shake.lanes == ((2, 2, 16384),)
+    assert shake.layers == tuple(Layer(f"model.layers.{n}.attn", 2, 16384) for n in range(2))
     assert shake.unsupported is None
 
 
@@ -221,9 +223,9 @@ def test_other_devices_are_refused() -> None:
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
-def test_token_major_layouts_are_refused_with_advice(layout: str) -> None:
+def test_tiles_that_cannot_be_cut_must_lie_in_one_piece(layout: str) -> None:
     with pytest.raises(LayoutUnsupported, match="use the KV cache layout LBHNC"):
-        make_engine([full_spec()] * 2, layout=layout).understood("cuda")
+        make_engine([full_spec()] * 2, layout=layout).understood("cpu")
 
 
 def test_a_shape_that_is_not_the_announced_one_is_refused() -> None:
@@ -247,6 +249,12 @@ def test_tiles_that_overlap_are_refused() -> None:
     stride = (tensor.stride(0) // 2, *tensor.stride()[1:])
     engine.tensors[name] = tensor.as_strided(tensor.shape, stride)
     with pytest.raises(LayoutUnsupported, match="tiles overlap"):
+        engine.understood("cuda")
+
+
+def test_layers_of_different_kind_are_refused() -> None:
+    engine = make_engine([full_spec(16), mla_spec(16, dtype=torch.float32)])
+    with pytest.raises(LayoutUnsupported, match="dtype or kind"):
         engine.understood("cuda")
 
 

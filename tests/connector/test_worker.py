@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.metadata import Jobs, LoadObject
-from connector.tensors import HostCopies
+from connector.copies import HostCopies
+from connector.metadata import Jobs, LoadObject, Shape
 from connector.worker import GRACE_S, WorkerHalf
 from kvstore.client import Mover, NodeAddress, PullItem, PullResult, PushItem, PushResult
 from kvstore.core import MissReason, TransferFailed, checksums
@@ -394,7 +394,7 @@ def test_a_save_that_ends_between_two_hooks_of_its_step_is_not_begun_again() -> 
     """vLLM calls both hooks in every step, before and after the forward pass, which may take long."""
     rig = Rig()
     job = rig.save_job([(5, 9)])
-    jobs = Jobs(saves=[job])
+    jobs = Jobs(saves=[job], shape=Shape(rig.geometry, (0, rig.geometry.num_layers), 1))
     rig.worker.begin_saves(jobs)
     wait_until(lambda: not rig.worker._saves, what="the save has ended")
     rig.worker.begin_saves(jobs)
