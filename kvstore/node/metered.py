@@ -6,8 +6,7 @@ or released is forgotten in time.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.admin import MOTION_BOUNDS_S, Histogram, Motion
 from kvstore.core import Key, MissReason, Namespace, limits
@@ -20,7 +19,9 @@ from kvstore.wire import (
     CommitAnswer,
     CommitItem,
     Committed,
+    Generation,
     Granted,
+    LeaseId,
     Refused,
     Release,
     ReserveAnswer,
@@ -31,41 +32,74 @@ from kvstore.wire import (
 UNDER_WAY_MAX = 65_536
 LEASES_MAX = 4_096
 
-K = TypeVar("K", bound=Hashable)
 
-
-class Meter(Generic[K]):
-    """Objects in motion in one direction, by what names them; at most `UNDER_WAY_MAX` are remembered."""
+class Meter:
+    """What has moved in one direction, and how long that took."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._under_way: OrderedDict[K, tuple[float, int]] = OrderedDict()  # when it began, size
         self._objects = 0
         self._bytes = 0
         self._seconds = Histogram(MOTION_BOUNDS_S)
 
-    def begin(self, moving: Iterable[tuple[K, int]]) -> None:
-        """Bytes of these objects, named with their sizes, may move from now on."""
-        now_s = self._clock()
-        for name, size_bytes in moving:
-            self._under_way.setdefault(name, (now_s, size_bytes))
-        while len(self._under_way) > UNDER_WAY_MAX:
-            self._under_way.popitem(last=False)
-
-    def end(self, names: Iterable[K]) -> None:
-        """They have moved. Nothing happens the second time."""
-        now_s = self._clock()
-        for name in names:
-            begun = self._under_way.pop(name, None)
-            if begun is not None:
-                began_s, size_bytes = begun
-                self._objects += 1
-                self._bytes += size_bytes
-                self._seconds.observe(now_s - began_s)
-
     def freeze(self) -> Motion:
         """The counts now."""
         return Motion(objects=self._objects, object_bytes=self._bytes, seconds=self._seconds.freeze())
+
+    def _moved(self, size_bytes: int, seconds: float) -> None:
+        self._objects += 1
+        self._bytes += size_bytes
+        self._seconds.observe(seconds)
+
+
+class Pushes(Meter):
+    """Objects between grant and commit, by generation; at most `UNDER_WAY_MAX` are remembered."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._under_way: OrderedDict[Generation, tuple[float, int]] = OrderedDict()  # when it began, size
+
+    def begin(self, granted: Iterable[tuple[Generation, int]]) -> None:
+        """Bytes of these objects, named with their sizes, may move from now on."""
+        now_s = self._clock()
+        for generation, size_bytes in granted:
+            self._under_way.setdefault(generation, (now_s, size_bytes))
+        while len(self._under_way) > UNDER_WAY_MAX:
+            self._under_way.popitem(last=False)
+
+    def end(self, committed: Iterable[Generation]) -> None:
+        """They have moved. Nothing happens the second time."""
+        now_s = self._clock()
+        for generation in committed:
+            if (begun := self._under_way.pop(generation, None)) is not None:
+                self._moved(begun[1], now_s - begun[0])
+
+
+class Pulls(Meter):
+    """Objects between lease and release, by lease; at most `LEASES_MAX` leases are remembered."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._leases: OrderedDict[tuple[ClientId, LeaseId], dict[Key, tuple[float, int]]] = OrderedDict()
+
+    def begin(self, lease: tuple[ClientId, LeaseId], sizes: Iterable[tuple[Key, int]]) -> None:
+        """Bytes of these objects, named with their sizes, may move from now on."""
+        now_s = self._clock()
+        under_way = {key: (now_s, size_bytes) for key, size_bytes in sizes}
+        earlier = self._leases.get(lease)
+        self._leases[lease] = under_way if earlier is None else under_way | earlier
+        if len(self._leases) > LEASES_MAX:
+            self._leases.popitem(last=False)
+
+    def end(self, lease: tuple[ClientId, LeaseId], keys: Sequence[Key]) -> None:
+        """They, or all of the lease, have moved. Nothing happens the second time."""
+        now_s = self._clock()
+        under_way = self._leases.get(lease, {})
+        for key in keys or list(under_way):
+            if (begun := under_way.pop(key, None)) is not None:
+                self._moved(begun[1], now_s - begun[0])
+        if not under_way:
+            self._leases.pop(lease, None)
 
 
 class MeteredStore(Store):
@@ -87,9 +121,8 @@ class MeteredStore(Store):
     ) -> None:
         super().__init__(page_count, page_bytes, policy, clock, hold_s=hold_s)
         self._on_namespace = on_namespace
-        self.pushes: Meter[bytes] = Meter(clock)  # by generation
-        self.pulls: Meter[tuple[bytes, bytes, bytes]] = Meter(clock)  # by client, lease and key
-        self._leased: OrderedDict[tuple[bytes, bytes], list[Key]] = OrderedDict()
+        self.pushes = Pushes(clock)
+        self.pulls = Pulls(clock)
         self.refused: dict[MissReason, int] = {}
 
     def open_namespace(self, namespace: Namespace, manifest_bytes: bytes) -> str:
@@ -123,15 +156,11 @@ class MeteredStore(Store):
         """See `Store.acquire`."""
         answers = super().acquire(client, request)
         answered = zip(request.keys, answers, strict=False)  # a prefix may be cut short
-        sizes = [(key, answer.size_bytes) for key, answer in answered if isinstance(answer, Resident)]
-        self.pulls.begin(((client, request.lease, key), size_bytes) for key, size_bytes in sizes)
-        self._leased.setdefault((client, request.lease), []).extend(key for key, _ in sizes)
-        if len(self._leased) > LEASES_MAX:
-            self._leased.popitem(last=False)
+        sizes = ((key, answer.size_bytes) for key, answer in answered if isinstance(answer, Resident))
+        self.pulls.begin((client, request.lease), sizes)
         return answers
 
     def release(self, client: ClientId, request: Release) -> None:
         """See `Store.release`."""
         super().release(client, request)
-        keys = request.keys or self._leased.pop((client, request.lease), ())
-        self.pulls.end((client, request.lease, key) for key in keys)
+        self.pulls.end((client, request.lease), request.keys)

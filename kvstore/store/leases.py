@@ -74,13 +74,21 @@ class Leases:
         share_pages = self._clients.leased_pages_max
         return within_share(client_pages, all_pages, share_pages, floor_pages, alone=alone)
 
-    def take(self, lease: Lease, wanted: Object, floor_pages: int, *, alone: bool) -> bool:
-        """Adds an object to a lease that does not have its key yet, if the client's share allows it."""
+    def may_take_all(self, client: Client, pages: int, *, alone: bool) -> bool:
+        """Whether the client's share allows it to lease any objects of so many pages together."""
+        client_pages, all_pages = client.leased_pages + pages, self.leased_pages + pages
+        return within_share(client_pages, all_pages, self._clients.leased_pages_max, 0, alone=alone)
+
+    def take(self, lease: Lease, wanted: Object, floor_pages: int, *, alone: bool, sure: bool) -> bool:
+        """Adds an object to a lease that does not have its key yet, if the client's share allows it.
+
+        `sure`: it does, that is known already.
+        """
         assert wanted.key not in lease.objects, "a lease has one object per key"
         client = lease.client
         own = client.leased.get(wanted, 0)
         if not own:
-            if not self.may_take(client, wanted, floor_pages, alone=alone):
+            if not (sure or self.may_take(client, wanted, floor_pages, alone=alone)):
                 return False
             client.leased_pages += wanted.pages
         client.leased[wanted] = own + 1

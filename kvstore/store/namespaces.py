@@ -22,6 +22,7 @@ class OpenNamespace:
         "_page_bytes",
         "_pages",
         "chunk_bytes",
+        "chunk_pages",
         "floor_pages",
         "geometry",
         "id",
@@ -34,7 +35,8 @@ class OpenNamespace:
         self.geometry = geometry
         self.chunk_bytes = geometry.object_bytes(chunk_tokens)
         self.table_bytes = geometry.num_runs * limits.CHECKSUM_BYTES
-        self.floor_pages = limits.OBJECTS_PER_CLIENT_MIN * pages_for(self.chunk_bytes, page_bytes)
+        self.chunk_pages = pages_for(self.chunk_bytes, page_bytes)
+        self.floor_pages = limits.OBJECTS_PER_CLIENT_MIN * self.chunk_pages
         self.num_objects = 0
         self._page_bytes = page_bytes
         self._pages: dict[int, int] = {}  # size of an object -> its pages

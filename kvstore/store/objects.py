@@ -62,6 +62,7 @@ class Object:
         "cold",
         "copies",
         "depth",
+        "entry",
         "generation",
         "key",
         "leases",
@@ -69,6 +70,7 @@ class Object:
         "namespace",
         "pages",
         "parent",
+        "parent_entry",
         "reader",
         "ready_s",
         "reservation",
@@ -83,6 +85,9 @@ class Object:
         self.key = key
         self.parent = parent
         self.depth = depth
+        # Names in the policy, with the depth, so that parents cannot form a cycle, whatever clients say.
+        self.entry: Hashable = (depth, key)
+        self.parent_entry: Hashable = (depth - 1, parent)
         self.namespace = namespace
         self.size_bytes = size_bytes
         self.pages = 0
@@ -101,16 +106,6 @@ class Object:
         self.reader: ClientId | None = None  # the first client to use it that did not write it
         self.shared = False  # whether there was another one
         self.cold = False
-
-    @property
-    def entry(self) -> Hashable:
-        """Its name in the policy. With the depth, so that parents cannot form a cycle, whatever clients say."""
-        return self.depth, self.key
-
-    @property
-    def parent_entry(self) -> Hashable:
-        """The name of its parent in the policy."""
-        return self.depth - 1, self.parent
 
     @property
     def pinned(self) -> bool:

@@ -44,10 +44,12 @@ class Reading:
     ) -> tuple[AcquireAnswer, ...]:
         """Leases what can be had. See `Store.acquire`."""
         alone = not self._clients.others_active(client, now_s)
+        pages_max = len(request.keys) * namespace.chunk_pages
+        sure = self._leases.may_take_all(client, pages_max, alone=alone)
         lease = self._leases.open(client, request.lease, now_s, request.duration_s)
         answers: list[AcquireAnswer] = []
         for key in request.keys:
-            answer = self._acquire(client, namespace, lease, key, alone=alone)
+            answer = self._acquire(client, namespace, lease, key, alone=alone, sure=sure)
             answers.append(answer)
             if request.prefix and not isinstance(answer, Resident):
                 break
@@ -56,7 +58,14 @@ class Reading:
         return tuple(answers)
 
     def _acquire(
-        self, client: Client, namespace: OpenNamespace, lease: Lease | None, key: Key, *, alone: bool
+        self,
+        client: Client,
+        namespace: OpenNamespace,
+        lease: Lease | None,
+        key: Key,
+        *,
+        alone: bool,
+        sure: bool,
     ) -> AcquireAnswer:
         promised = lease.objects.get(key) if lease is not None else None
         if promised is not None:
@@ -68,7 +77,8 @@ class Reading:
         if listed.reservation is not None:
             self._listing.totals.miss(MissReason.FILLING)
             return Filling()
-        if lease is None or not self._leases.take(lease, listed, namespace.floor_pages, alone=alone):
+        floor_pages = namespace.floor_pages
+        if lease is None or not self._leases.take(lease, listed, floor_pages, alone=alone, sure=sure):
             return self._miss(MissReason.LEASE_LIMIT)
         listed.used_by(client.id)
         self._listing.totals.acquired_keys += 1

@@ -6,13 +6,14 @@ import pytest
 
 from kvstore.core import Key, Manifest, MissReason, limits
 from kvstore.node.heart import TICK_S, Heart
-from kvstore.node.metered import UNDER_WAY_MAX, Meter, MeteredStore
+from kvstore.node.metered import LEASES_MAX, UNDER_WAY_MAX, MeteredStore, Pulls, Pushes
 from kvstore.policy import Lru
 from kvstore.wire import (
     Acquire,
     ClientId,
     CommitItem,
     Committed,
+    Generation,
     Granted,
     LeaseId,
     Refused,
@@ -110,13 +111,16 @@ def test_an_opened_namespace_is_passed_on(bench) -> None:
 
 
 def test_what_never_ends_is_forgotten() -> None:
-    meter: Meter[int] = Meter(lambda: 0.0)
+    pushes, pulls = Pushes(lambda: 0.0), Pulls(lambda: 0.0)
     for number in range(UNDER_WAY_MAX + 1):
-        meter.begin([(number, 1)])
-    meter.end([0])
-    assert meter.freeze().objects == 0
-    meter.end([1])
-    assert meter.freeze().objects == 1
+        pushes.begin([(Generation(number.to_bytes(8, "big")), 1)])
+    for number in range(LEASES_MAX + 1):
+        pulls.begin((CLIENT, LeaseId(number.to_bytes(16, "big"))), [(key(1), 1)])
+    for number, counted in ((0, 0), (1, 1)):
+        pushes.end([Generation(number.to_bytes(8, "big"))])
+        assert pushes.freeze().objects == counted
+        pulls.end((CLIENT, LeaseId(number.to_bytes(16, "big"))), ())
+        assert pulls.freeze().objects == counted
 
 
 async def test_the_heart_ticks_measures_and_publishes() -> None:
