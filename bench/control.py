@@ -1,0 +1,199 @@
+"""The control plane under load: keys a second through a node, by one and by eight client processes.
+
+write: Reserve and Commit of new keys, in batches of 1 and 64; the node is full, so it evicts as many as it takes.
+read: lookup in Redis, Acquire and Release of stored keys. A key through one call to the node counts one; the
+question to Redis is made, and not counted. 100,000 objects of 4 KiB with tables of 256 runs; a real Redis beside,
+which is told of every key that comes and goes.
+
+`acquire64_p99_ms` is the time of lookup and Acquire of 64 keys while eight clients together ask at half of the
+load that is aimed at.
+
+    python bench/control.py [--full] [--json]
+"""
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bench._harness import PAIRS_MIN, Report, Samples, Wrong, parse_arguments, run
+from bench._small_objects import MANIFEST, NAMESPACE, OBJECT_BYTES, TABLE, items, random_keys, store
+from kvstore.client import Client, ClientConfig
+from kvstore.core import Key
+from tests.support import RedisServer
+from tests.support.node import running_node
+
+CLIENTS = 8
+OBJECTS = 100_000
+ARENA_BYTES = 104 * 1024 * OBJECT_BYTES  # with the low-water mark as good as full
+SLICE_S = 0.3
+AIM_KEYS_PER_S = 30_000.0
+AIM_P99_MS = 5.0
+PACED_S = 5.0
+
+
+class Task(NamedTuple):
+    """What a client process does for a while; `pause_s` between the beginnings of two batches, 0: none."""
+
+    work: str
+    batch: int
+    seconds: float
+    pause_s: float = 0.0
+
+
+class Outcome(NamedTuple):
+    """Keys through calls, in how long, and the milliseconds of each Acquire."""
+
+    keys: int
+    seconds: float
+    acquire_ms: list[float]
+
+
+class Worker:
+    """One client process, from inside."""
+
+    def __init__(self, client: Client, stored: list[Key], seed: int) -> None:
+        self._client = client
+        self._stored = stored
+        self._rng = random.Random(seed)
+
+    async def do(self, task: Task) -> Outcome:
+        """Works until the time is up."""
+        keys, acquire_ms = 0, []
+        began = time.perf_counter()
+        due = began + self._rng.random() * task.pause_s
+        while (now := time.perf_counter()) < began + task.seconds:
+            if task.pause_s:
+                await asyncio.sleep(max(0.0, due - now))
+                due += task.pause_s
+            if task.work == "write":
+                keys += await self._write(task.batch)
+            else:
+                acquire_ms.append(await self._read(task.batch))
+                keys += 2 * task.batch
+        return Outcome(keys, time.perf_counter() - began, acquire_ms)
+
+    async def _write(self, batch: int) -> int:
+        grants = (await self._client.reserve(NAMESPACE, items(random_keys(batch)), 10.0)).granted
+        await self._client.commit(NAMESPACE, [(grant, TABLE) for grant in grants])
+        return batch + len(grants)
+
+    async def _read(self, batch: int) -> float:
+        chosen = self._rng.sample(self._stored, batch)
+        began = time.perf_counter()
+        promise = await self._client.acquire(NAMESPACE, chosen, 10.0)
+        taken_ms = 1e3 * (time.perf_counter() - began)
+        await self._client.release(promise)
+        if len(promise) != batch:
+            raise Wrong(f"{len(promise)} of {batch} stored keys were promised ({promise.reason})")
+        return taken_ms
+
+
+def work(control: str, seed: int, pipe: Connection) -> None:
+    """The body of a client process: told its keys, then tasks, until the pipe ends."""
+
+    async def connect() -> Client:
+        client = Client(ClientConfig(node=control, request_timeout_s=10.0))
+        await client.start()
+        await client.open(MANIFEST)
+        return client
+
+    with asyncio.Runner() as loop:
+        worker = Worker(loop.run(connect()), pipe.recv(), seed)
+        pipe.send(None)
+        while (task := pipe.recv()) is not None:
+            pipe.send(loop.run(worker.do(task)))
+
+
+@contextmanager
+def workers(control: str, stored: Sequence[Key]) -> Iterator[list[Connection]]:
+    """Client processes that are ready."""
+    context = get_context("spawn")
+    with ExitStack() as stack:
+        pipes = []
+        for seed in range(CLIENTS):
+            here, there = context.Pipe()
+            process = context.Process(target=work, args=(control, seed, there), daemon=True)
+            process.start()
+            stack.callback(process.join)
+            stack.callback(here.send, None)
+            here.send(stored[seed::CLIENTS])
+            pipes.append(here)
+        for pipe in pipes:
+            pipe.recv()
+        yield pipes
+
+
+def together(pipes: Sequence[Connection], task: Task) -> list[Outcome]:
+    """All of these do the task at once."""
+    for pipe in pipes:
+        pipe.send(task)
+    return [pipe.recv() for pipe in pipes]
+
+
+def keys_per_s(pipes: Sequence[Connection], task: Task) -> float:
+    """Of all of them."""
+    return sum(outcome.keys / outcome.seconds for outcome in together(pipes, task))
+
+
+def throughput(report: Report, pipes: Sequence[Connection], work: str, slices: int) -> float:
+    """Rows for one kind of work; the keys a second of eight clients with batches of 64."""
+    best = 0.0
+    for batch in (1, 64):
+        task = Task(work, batch, SLICE_S)
+        few, many = [], []
+        for _ in range(slices):
+            few.append(keys_per_s(pipes[:1], task))
+            many.append(keys_per_s(pipes, task))
+        samples = {"1 client": Samples(tuple(few)), f"{CLIENTS} clients": Samples(tuple(many))}
+        report.row(f"{work}, batches of {batch}", samples, against=(f"{CLIENTS} clients", "1 client"))
+        best = samples[f"{CLIENTS} clients"].median
+    return best
+
+
+def paced_p99_ms(pipes: Sequence[Connection], seconds: float) -> float:
+    """Of Acquires of 64 keys at half of the aimed-at load."""
+    batches_per_s = AIM_KEYS_PER_S / 2 / (2 * 64)
+    outcomes = together(pipes, Task("read", 64, seconds, pause_s=len(pipes) / batches_per_s))
+    return float(np.percentile([ms for outcome in outcomes for ms in outcome.acquire_ms], 99))
+
+
+async def fill(control: str) -> list[Key]:
+    """Stores what is read later."""
+    stored = random_keys(OBJECTS)
+    async with Client(ClientConfig(node=control)) as client:
+        await client.open(MANIFEST)
+        await store(client, stored)
+    return stored
+
+
+def main() -> int:
+    """Measures and prints; the exit code."""
+    arguments = parse_arguments(__doc__ or "")
+    slices = 3 * PAIRS_MIN if arguments.full else PAIRS_MIN
+    report = Report("Keys a second through a node", "keys/s")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RedisServer(Path(folder)) as server,
+        running_node(redis_url=server.url, dram_size_bytes=ARENA_BYTES, dram_page_bytes=OBJECT_BYTES) as node,
+        workers(node.control, asyncio.run(fill(node.control))) as pipes,
+    ):
+        read = throughput(report, pipes, "read", slices)
+        p99_ms = paced_p99_ms(pipes, (4 if arguments.full else 1) * PACED_S)
+        write = throughput(report, pipes, "write", slices)
+    report.note(f"{slices} slices of {SLICE_S} s each, clients alternating; {OBJECTS} objects on the node")
+    report.aim("keys_per_s", min(read, write), AIM_KEYS_PER_S, "keys/s")
+    report.aim("acquire64_p99_ms", p99_ms, AIM_P99_MS, "ms", at_most=True)
+    return report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    run(main)
