@@ -155,14 +155,14 @@ class Link:
                 return
             events = int(self._socket.getsockopt(zmq.EVENTS))
             if events & zmq.POLLIN:
-                self._receive(self._socket.recv(zmq.DONTWAIT))
+                self._receive(self._socket.recv(zmq.DONTWAIT, copy=False).buffer)
             elif events & zmq.POLLOUT and self._has_to_send():
                 self._flush()
             else:
                 return
         self._loop.call_soon(self._drain)
 
-    def _receive(self, frame: bytes) -> None:
+    def _receive(self, frame: memoryview) -> None:
         try:
             reply = decode_reply(frame)
         except BadRequest:
