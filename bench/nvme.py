@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,13 @@ MANIFEST = Manifest(
 )
 OBJECT_BYTES = MANIFEST.geometry.object_bytes(256)
 BATCH = 24
+WRITING = 12  # at once: what a device takes is bounded
 BATCH_BYTES = BATCH * OBJECT_BYTES
 FILE_BYTES = 2 * BATCH_BYTES + 64 * MIB
 AIM = 0.85
+
+
+Call = Callable[[int, list[memoryview], int], int]
 
 
 class Bench:
@@ -57,6 +62,7 @@ class Bench:
         self.loop = loop
         self.records: list[Record] = []
         self.lags_s: list[float] = []
+        self.writing = asyncio.Semaphore(WRITING)
         self.threads = limits.NVME_THREADS_DEFAULT
         self.source = [filled() for _ in range(BATCH)]
         self.target = [filled() for _ in range(BATCH)]
@@ -128,7 +134,8 @@ class Bench:
             cold=False,
             table=self.tables[number],
         )
-        stored = await self.device.put(new, [self.source[number]])
+        async with self.writing:
+            stored = await self.device.put(new, [self.source[number]])
         if not isinstance(stored, Record):
             raise Wrong(f"the device refused: {stored}")
         return stored
@@ -147,30 +154,30 @@ class Bench:
 
 
 class Raw:
-    """The bare loop, on the second half of the data pages of the same file."""
+    """The bare loop, on the second half of the data pages of the same file, from and to the same memory."""
 
-    def __init__(self, path: str, memory: list[memoryview], threads: int) -> None:
+    def __init__(self, path: str, threads: int) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-        self._memory = [view[at : at + MIB] for view in memory for at in range(0, len(view), MIB)]
         self._pool = ThreadPoolExecutor(threads)
         self._threads = threads
 
-    def write(self) -> float:
-        return self._timed(os.pwritev, lambda: os.fdatasync(self._fd))
+    def write(self, memory: list[memoryview]) -> float:
+        return self._timed(os.pwritev, memory, lambda: os.fdatasync(self._fd))
 
-    def read(self) -> float:
-        return self._timed(os.preadv, lambda: None)
+    def read(self, memory: list[memoryview]) -> float:
+        return self._timed(os.preadv, memory, lambda: None)
 
     def close(self) -> None:
         self._pool.shutdown()
         os.close(self._fd)
 
-    def _timed(self, call: Callable[[int, list[memoryview], int], int], end: Callable[[], None]) -> float:
+    def _timed(self, call: Call, memory: list[memoryview], end: Callable[[], None]) -> float:
         first = (FILE_BYTES - BATCH_BYTES) // MIB
+        pieces = [view[at : at + MIB] for view in memory for at in range(0, len(view), MIB)]
 
         def strand(start: int) -> None:
-            for index in range(start, len(self._memory), self._threads):
-                if call(self._fd, [self._memory[index]], (first + index) * MIB) != MIB:
+            for index in range(start, len(pieces), self._threads):
+                if call(self._fd, [pieces[index]], (first + index) * MIB) != MIB:
                     raise Wrong("the bare loop was cut short")
 
         start_s = time.perf_counter()
@@ -208,11 +215,11 @@ def main() -> int:
     arguments = parse_arguments(str(__doc__).splitlines()[0])
     report = Report("nvme", "GB/s")
     with opened() as bench:
-        raw = Raw(bench.path, bench.target, bench.threads)
+        raw = Raw(bench.path, bench.threads)
         pairs = 21 if arguments.full else 7
-        spill = interleave({"spill": bench.spill, "raw": raw.write}, pairs)
+        spill = interleave({"spill": bench.spill, "raw": partial(raw.write, bench.source)}, pairs)
         report.row(f"spill {BATCH} x 32 MiB", spill, against=("spill", "raw"))
-        promote = interleave({"promote": bench.promote, "raw": raw.read}, pairs)
+        promote = interleave({"promote": bench.promote, "raw": partial(raw.read, bench.target)}, pairs)
         report.row(f"promote {BATCH} x 32 MiB", promote, against=("promote", "raw"))
         bench.check()
         bench.device.audit()

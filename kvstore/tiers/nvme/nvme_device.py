@@ -30,6 +30,8 @@ from kvstore.tiers.nvme.wear import WearBudget
 
 log = logging.getLogger(__name__)
 
+_LAST_S = 0.5  # for calls that end by themselves once the device is closed
+
 
 @dataclass(frozen=True, kw_only=True)
 class NvmeConfig:
@@ -102,7 +104,8 @@ class NvmeDevice:
         self._clock = clock
         self._random_bytes = random_bytes
         self._on_found = on_found
-        self._io = IoPool("nvme", threads, (threads, threads, threads - 1, 1), clock)
+        self._io = IoPool("nvme", threads, (threads, threads - 1, 1), clock)
+        self._hashing = IoPool("nvme-hash", 1, (1, 1, 1), clock)
         self._commits = IoPool("nvme-commit", 1, (1,), clock)
         self._wear = WearBudget(config.write_bytes_per_day, clock)
         self._counts = Counts()
@@ -110,37 +113,54 @@ class NvmeDevice:
         self._opened: dict[Namespace, bytes] = {}
         self._probe_at = 0.0
         self._watcher: asyncio.Task[None] | None = None
+        self._stopped = False
 
     # --- life ---------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Mounts the device. One that does not answer is taken in when it does.
+    async def start(self, deadline_s: float = 60.0) -> None:
+        """Mounts the device. One that does not answer, or takes longer than this, is taken in when it does.
 
         Raises:
             DeviceRefused: it is not this node's, or is in use: nothing was changed on it.
         """
-        try:
-            await self._mount()
-        except DeviceDown as error:
-            self.health.reason = error
-            log.warning(
-                "%s; the node goes on without it and looks again every %g s", error, self.config.probe_s
-            )
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        loop = asyncio.get_running_loop()
+        looked: asyncio.Future[None] = loop.create_future()
+        self._watcher = loop.create_task(self._watch(looked))
+        self._watcher.add_done_callback(_must_not_fail)
+        await asyncio.wait({looked}, timeout=deadline_s)
+        if looked.done():
+            looked.result()
+        else:
+            log.warning("%s does not answer yet; the node goes on without it until it does", self.config.path)
 
     async def stop(self, deadline_s: float = 10.0) -> None:
-        """Lets commits end, within the deadline, and closes the device. What was put by then is durable."""
+        """Lets what is under way end, within the deadline, and closes the device. Then nothing is under way.
+
+        What was not stored by then fails with `DeviceDown`, as does every later call.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
         if self._watcher is not None:
             self._watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watcher
         if self._objects is not None:
-            await self._objects.committer.drain(deadline_s)
-        self.health.close(DeviceDown(f"{self.config.path} was closed"))
-        self._io.close()
-        if self._objects is not None and self._objects.committer.idle:
-            await wrap(self._objects.volume.close)(executor=self._commits.lanes[0])
-        self._commits.close()
+            await self._objects.drain(deadline_s)
+        error = DeviceDown(f"{self.config.path} was closed")
+        self.health.close(error)
+        if self._objects is not None:
+            await self._abandon(self._objects, error)
+        for pool in (self._io, self._hashing, self._commits):
+            pool.close()
+
+    async def _abandon(self, objects: Objects, error: DeviceDown) -> None:
+        """Fails what is left, and closes the volume unless a commit hangs in it."""
+        self._io.fail_waiting(error)
+        objects.committer.tripped(error)
+        await objects.drain(_LAST_S)
+        if objects.committer.idle:
+            await wrap(objects.volume.close)(executor=self._commits.lanes[0])
 
     # --- objects ------------------------------------------------------------------------------------
 
@@ -234,15 +254,30 @@ class NvmeDevice:
 
     # --- up and down --------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
+    async def _watch(self, looked: asyncio.Future[None]) -> None:
+        try:
+            await self._mount()
+        except DeviceRefused as refusal:
+            self.health.reason = DeviceDown(str(refusal))
+            looked.set_exception(refusal)
+            return
+        except DeviceDown as error:
+            self.health.reason = error
+            log.warning(
+                "%s; the node goes on without it and looks again every %g s", error, self.config.probe_s
+            )
+        looked.set_result(None)
         while True:
             await asyncio.sleep(self.config.watch_s)
-            if self.health.up:
-                oldest_s = max(self._io.oldest_s(), self._commits.oldest_s())
-                if oldest_s > self.config.deadline_s:
-                    self.health.trip(DeviceDown(f"{self.config.path} did not answer for {oldest_s:.1f} s"))
-            elif self._clock() >= self._probe_at and (self._objects is None or self._objects.committer.idle):
-                await self._probe()
+            await self._look()
+
+    async def _look(self) -> None:
+        if self.health.up:
+            oldest_s = max(self._io.oldest_s(), self._commits.oldest_s())
+            if oldest_s > self.config.deadline_s:
+                self.health.trip(DeviceDown(f"{self.config.path} did not answer for {oldest_s:.1f} s"))
+        elif self._clock() >= self._probe_at and (self._objects is None or self._objects.committer.idle):
+            await self._probe()
 
     def _tripped(self, error: DeviceDown) -> None:
         log.warning("%s: its objects are misses until it is back", error)
@@ -278,6 +313,7 @@ class NvmeDevice:
             found,
             health=self.health,
             io=self._io,
+            hashing=self._hashing,
             commits=self._commits,
             wear=self._wear,
             counts=self._counts,
@@ -293,3 +329,9 @@ class NvmeDevice:
         device = self._open_device(self.config.path)
         mounted = mount(device, self.config.node, self.config.catalogs, self._random_bytes)
         return mounted, Found.of(mounted)
+
+
+def _must_not_fail(watcher: asyncio.Task[None]) -> None:
+    """A bug of ours is told by the loop's exception handler, not kept until the end."""
+    if not watcher.cancelled():
+        watcher.result()

@@ -8,12 +8,12 @@ A call whose caller was told `DeviceDown` goes on until its threads are done: on
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from aiofiles.os import wrap
 
-from kvstore.core import Corrupt, Geometry, Key, Namespace, Run, decode_manifest, limits, pages_for
+from kvstore.core import Corrupt, Geometry, Key, Namespace, decode_manifest, limits, pages_for
 from kvstore.tiers.nvme.base import Counts, Get, NewObject, Refusal
 from kvstore.tiers.nvme.committer import Committer
 from kvstore.tiers.nvme.device import DeviceDown, Pieces
@@ -27,6 +27,7 @@ from kvstore.tiers.nvme.volume import PagesFailed, Volume
 from kvstore.tiers.nvme.wear import WearBudget
 from kvstore.wire import Generation
 
+_T = TypeVar("_T")
 _Move = Callable[[Pieces, Callable[[], bool]], None]
 _NOTHING = Key(bytes(limits.KEY_BYTES))
 
@@ -74,6 +75,7 @@ class Objects:
         *,
         health: Health,
         io: IoPool,
+        hashing: IoPool,
         commits: IoPool,
         wear: WearBudget,
         counts: Counts,
@@ -95,11 +97,13 @@ class Objects:
         self.writing_bytes = 0
         self.counts = counts
         self._health = health
-        self._verifies, self._reads, self._writes, self._background = io.lanes
+        self._reads, self._writes, self._background = io.lanes
+        self._verifying = dict(zip(io.lanes, hashing.lanes, strict=True))
         self._threads = io.threads
         self._wear = wear
         self._geometries: dict[Namespace, Geometry] = {}
         self._namespaces: dict[Namespace, Record] = {}  # their manifests are on the device, or in the queue
+        self._work: set[asyncio.Task[Any]] = set()  # puts and gets
         self._writing: dict[Record, None] = {}  # their data is being written
         self._reading: dict[Record, int] = {}  # how many gets read them
         self._leaving: dict[Record, None] = {}  # deleted, but still being read
@@ -150,7 +154,7 @@ class Objects:
             return Refusal.WORN
         self._writing[record] = None
         self.writing_bytes += new.size_bytes
-        work = asyncio.get_running_loop().create_task(self._put(record, new.table, memory))
+        work = self._run(self._put(record, new.table, memory))
         try:
             return await self._health.unless_down(work)
         except (Corrupt, PagesFailed, DeviceDown):
@@ -179,7 +183,7 @@ class Objects:
         failure = self._health.failure
         moved = self._pieces(record, memory)
         writing = self._start(self.volume.write, moved, self._threads - 1, self._writes, failure)
-        verifying = asyncio.ensure_future(wrap(table_of)(memory, self._runs(record), executor=self._writes))
+        verifying = asyncio.ensure_future(self._verify(record, memory, self._writes))
         try:
             await self._ended([*writing, verifying])
             if failure.done():
@@ -252,9 +256,8 @@ class Objects:
     def get(self, record: Record, memory: Sequence[memoryview], *, background: bool) -> Get:
         """See `NvmeDevice.get`."""
         self._health.check()
-        loop = asyncio.get_running_loop()
-        work = loop.create_task(self._get(record, memory, self._background if background else self._reads))
-        return Get(loop.create_task(self._health.unless_down(work)), work)
+        work = self._run(self._get(record, memory, self._background if background else self._reads))
+        return Get(asyncio.ensure_future(self._health.unless_down(work)), work)
 
     async def _get(self, record: Record, memory: Sequence[memoryview], lane: Lane) -> bytes:
         failure = self._health.failure
@@ -285,8 +288,7 @@ class Objects:
         except PagesFailed as error:
             raise Corrupt(f"{record.key.hex()[:16]} cannot be read: {error}") from error
         table = finding.result()
-        verifies = lane if lane is self._background else self._verifies
-        if await wrap(table_of)(memory, self._runs(record), executor=verifies) != table:
+        if await self._verify(record, memory, lane) != table:
             raise Corrupt(f"the copy of {record.key.hex()[:16]} on {self.volume.device.name} is damaged")
         return table
 
@@ -318,7 +320,14 @@ class Objects:
             del self._namespaces[record.namespace]
         self.space.free(record)
 
-    # --- both ---------------------------------------------------------------------------------------
+    # --- all ----------------------------------------------------------------------------------------
+
+    async def drain(self, deadline_s: float) -> None:
+        """Returns when no put, get or commit runs any more, or time is up."""
+        end_s = asyncio.get_running_loop().time() + deadline_s
+        if self._work:
+            await asyncio.wait(self._work, timeout=deadline_s)
+        await self.committer.drain(end_s - asyncio.get_running_loop().time())
 
     def audit(self) -> None:
         """Asserts that bytes, pages and slots add up. Slow: it looks at all."""
@@ -327,8 +336,16 @@ class Objects:
         elsewhere = (*self._namespaces.values(), *self._writing, *self._leaving, *self.committer.records())
         self.space.audit({*kept, *elsewhere})
 
-    def _runs(self, record: Record) -> Iterable[Run]:
-        return self._geometries[record.namespace].runs(record.size_bytes)
+    def _run(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    async def _verify(self, record: Record, memory: Sequence[memoryview], lane: Lane) -> bytes:
+        """The table of what is in memory, as urgent as I/O of this lane."""
+        runs = self._geometries[record.namespace].runs(record.size_bytes)
+        return await wrap(table_of)(memory, runs, executor=self._verifying[lane])
 
     def _pieces(self, record: Record, memory: Sequence[memoryview]) -> Pieces:
         return pieces(record.extents, self.volume.label.page_bytes, record.size_bytes, memory)

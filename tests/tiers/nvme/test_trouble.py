@@ -243,6 +243,16 @@ async def test_a_device_that_is_not_there_at_the_start_is_taken_in_later(rig) ->
     assert bytes(out) == some_bytes("x")
 
 
+async def test_a_device_that_hangs_at_the_start_does_not_keep_the_node(rig) -> None:
+    rig.on_open = lambda fresh: fresh.gate.clear()
+    await rig.device.start(0.05)
+    assert rig.faults.hanging
+    assert rig.device.refuses(CHUNK_BYTES) is Refusal.DEVICE_DOWN
+    rig.faults.gate.set()
+    await wait_until_async(lambda: rig.device.health.up)
+    assert rig.found == 1
+
+
 async def test_pages_that_cannot_be_read_cost_their_object_only(rig) -> None:
     """A bad sector is no reason to give up the device."""
     device = await rig.start()
@@ -333,3 +343,33 @@ async def test_puts_under_way_on_a_device_that_vanishes_all_end(rig) -> None:
         result for result in results if not isinstance(result, DeviceDown)
     }
     device.audit()
+
+
+async def test_stopping_ends_everything_that_is_under_way(rig) -> None:
+    """Puts and gets that hang, wait for a thread, or wait for a commit: none is left behind."""
+    device = await rig.start()
+    record = await rig.put("x")
+    rig.faults.gate.clear()
+    data = [(new_object(n, some_bytes(n)), memory_of(some_bytes(n))) for n in range(8)]
+    puts = [asyncio.create_task(device.put(new, [source])) for new, source in data]
+    gets = [device.get(record, [memory()]) for _ in range(8)]
+    await wait_until_async(lambda: rig.faults.hanging >= device.config.threads)
+    stopping = asyncio.create_task(device.stop(0.05))
+    results = await asyncio.gather(*puts, *(get.table for get in gets), return_exceptions=True)
+    assert all(isinstance(result, DeviceDown) for result in results)
+    rig.faults.gate.set()
+    await stopping
+    await asyncio.wait([get.ended for get in gets], timeout=5)
+    assert all(get.ended.done() for get in gets)
+
+
+async def test_stopping_lets_puts_end_that_can(rig) -> None:
+    device = await rig.start()
+    puts = [asyncio.create_task(rig.put(n)) for n in range(8)]
+    await asyncio.sleep(0)
+    await device.stop()
+    stored = {record.key for record in await asyncio.gather(*puts)}
+    assert len(stored) == 8
+    rig.device = rig.make()
+    await rig.device.start()
+    assert set(rig.device.records) == stored
