@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo bench clean
+.PHONY: help setup check test soak demo bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ check: setup ## Format, lint, types, arrows between rooms
 
 test: setup check ## Everything that CI runs: check, then all tests, those with real vLLM last
 	$(PY) -m pytest
+
+soak: setup ## The fault tests in long rounds, half an hour; CI runs a few rounds of each
+	SOAK=1 $(PY) -m pytest tests/faults -s
 
 demo: setup ## Real vLLM prefill pushes and is killed; a fresh decode engine pulls and goes on
 	@$(PY) deploy/demo/run.py
