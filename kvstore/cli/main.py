@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvstore.cli import config, serve, version
+from kvstore.cli import config, proxy, serve, version
 from kvstore.core import BadConfiguration, KVStoreError
 from kvstore.node import SETTINGS
 
-COMMANDS = {"serve": serve, "config": config, "version": version}
+COMMANDS = {"serve": serve, "proxy": proxy, "config": config, "version": version}
 
 
 class Parser(argparse.ArgumentParser):
