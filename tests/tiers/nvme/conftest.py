@@ -1,6 +1,7 @@
 """A device in memory behind faults, and what uses it."""
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,14 @@ class Rig:
         self.present = True
         self.found = 0
         self.config = NvmeConfig(
-            path="rig", node=NODE, catalogs=catalogs, deadline_s=0.3, watch_s=0.01, probe_s=0.02
+            path="rig", node=NODE, catalogs=catalogs, deadline_s=30.0, watch_s=0.01, probe_s=0.02
         )
         self.on_open: Callable[[Faulty], None] = lambda _: None
         self.device = self.make()
+
+    def wait_for(self, deadline_s: float) -> None:
+        """How long a call may take from now on: little where one is to hang, much where the machine may be slow."""
+        self.device.config = replace(self.device.config, deadline_s=deadline_s)
 
     def make(self, **changes: int) -> NvmeDevice:
         config = NvmeConfig(**{**vars(self.config), **changes})

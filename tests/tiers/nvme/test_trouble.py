@@ -115,12 +115,15 @@ async def test_a_call_that_hangs_opens_the_breaker_and_keeps_a_thread_only(rig) 
     faults = rig.faults
     faults.gate.clear()
     gets = [device.get(record, [memory()]) for _ in range(10)]
+    await wait_until_async(lambda: faults.hanging == device.config.threads)
+    rig.wait_for(0.1)
     with pytest.raises(DeviceDown, match="did not answer"):
         await gets[0].table
+    rig.wait_for(30.0)
     for get in gets[1:]:
         with pytest.raises(DeviceDown):
             await get.table
-    assert 1 <= faults.hanging <= device.config.threads + 1
+    assert faults.hanging == device.config.threads
     await wait_until_async(lambda: sum(get.ended.done() for get in gets) > 0, what="those that had no thread")
     assert not all(get.ended.done() for get in gets), (
         "memory is said to be free while a thread may still write"
@@ -139,8 +142,11 @@ async def test_a_commit_that_hangs_and_then_succeeds_is_undone(rig) -> None:
     faults = rig.faults
     faults.syncs = faults.gate.clear
     putting = asyncio.create_task(rig.put("x"))
+    await wait_until_async(lambda: not faults.gate.is_set())
+    rig.wait_for(0.1)
     with pytest.raises(DeviceDown, match="did not answer"):
         await putting
+    rig.wait_for(30.0)
     device.audit()
     faults.heal()
     await back(rig)
