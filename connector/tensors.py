@@ -109,7 +109,10 @@ def understand(
     first = next(iter(specs.values()))
     if device == "cuda":
         _check_backends(specs, vllm_config)
-    tile_format, unit_tokens = _tile_format(device, first, split, vllm_config)
+    formats = {_tile_format(device, spec, split, vllm_config) for spec in specs.values()}
+    if len(formats) != 1:
+        raise LayoutUnsupported(f"layers whose tiles differ in kind are not supported: {sorted(formats)}")
+    [(tile_format, unit_tokens)] = formats
     data = {name: _bytes_of(name, kv_caches[name], spec, split) for name, spec in specs.items()}
     if unit_tokens > 1:
         _check_whole_tiles(data)

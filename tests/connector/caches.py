@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -84,18 +85,22 @@ class Engine:
         return b"".join(rows)
 
     def fill(self, seed: int) -> None:
-        """Random bytes everywhere."""
-        generator = torch.Generator().manual_seed(seed)
+        """Random bytes everywhere. By numpy: torch would wake its threads for it."""
         storage = next(iter(self.tensors.values())).untyped_storage()
-        raw = torch.empty(0, dtype=torch.uint8).set_(storage)
-        raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        raw[:] = np.random.default_rng(seed).integers(0, 256, raw.shape, np.uint8)
 
 
 def make_engine(
-    specs: Sequence[Any], num_blocks: int = 8, layout: str = "LBHNC", kernel_blocks: int = 1, seed: int = 1
+    specs: Sequence[Any],
+    num_blocks: int = 8,
+    layout: str = "LBHNC",
+    kernel_blocks: int = 1,
+    seed: int = 1,
+    first_layer: int = 0,
 ) -> Engine:
     """An engine with a layer per spec: `model.layers.0.attn`, ... Equal neighbours share a tensor of vLLM's."""
-    names = [f"model.layers.{number}.attn" for number in range(len(specs))]
+    names = [f"model.layers.{first_layer + number}.attn" for number in range(len(specs))]
     config, block_tokens = _config(names, specs, num_blocks, layout), specs[0].block_size
     tensors = allocate_kv_cache(
         config, torch.device("cpu"), KVCacheLayout[layout], [block_tokens // kernel_blocks]

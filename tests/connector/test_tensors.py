@@ -34,11 +34,11 @@ def engines(draw: st.DrawFn) -> tuple[Engine, str]:
     device = draw(st.sampled_from(["cpu", "cuda"]))
     layout = "LBHNC" if device == "cpu" else draw(st.sampled_from(GPU_LAYOUTS))
     split = draw(st.sampled_from([1, 2])) if device == "cuda" and layout == "LBHNC" else 1
-    specs = [full_spec(32, draw(st.integers(1, 3)), draw(st.sampled_from([16, 32])))] * draw(
+    specs = [full_spec(32, draw(st.integers(1, 3)), draw(st.sampled_from([16, 48])))] * draw(
         st.integers(1, 3)
     )
     if layout == "LBHNC" and split == 1 and draw(st.booleans()):
-        specs += [full_spec(32, draw(st.integers(1, 3)), 64)] * draw(st.integers(1, 2))
+        specs += [full_spec(32, draw(st.integers(1, 3)), 80)] * draw(st.integers(1, 2))
     return make_engine(specs, layout=layout, kernel_blocks=split, seed=draw(st.integers(0, 99))), device
 
 
@@ -70,10 +70,10 @@ def test_scatter_restores_what_was_gathered_and_touches_nothing_else(
 
 
 def test_geometry_describes_what_is_gathered() -> None:
-    engine = make_engine([full_spec(32, 3, 16)] * 2 + [full_spec(32, 1, 32)])
+    engine = make_engine([full_spec(32, 3, 16)] * 2 + [full_spec(32, 1, 48)])
     caches = engine.understood()
     geometry = caches.geometry
-    assert (geometry.unit_tokens, geometry.lanes) == (32, (LaneGroup(2, 3, 4096), LaneGroup(1, 1, 8192)))
+    assert (geometry.unit_tokens, geometry.lanes) == (32, (LaneGroup(2, 3, 4096), LaneGroup(1, 1, 12288)))
     data = gathered(caches, [5, 2])
     assert len(data) == geometry.object_bytes(64)
     lanes = [(name, head) for name, tensor in engine.tensors.items() for head in range(tensor.shape[1])]
@@ -250,6 +250,12 @@ def test_tiles_that_overlap_are_refused() -> None:
     engine.tensors[name] = tensor.as_strided(tensor.shape, stride)
     with pytest.raises(LayoutUnsupported, match="tiles overlap"):
         engine.understood("cuda")
+
+
+def test_layers_that_the_cpu_packs_in_different_ways_are_refused() -> None:
+    """One name stands for all tiles of an object; on another host it could stand for others."""
+    with pytest.raises(LayoutUnsupported, match="tiles differ in kind"):
+        make_engine([full_spec(32, 2, 16), full_spec(32, 2, 64)]).understood()
 
 
 def test_layers_of_different_kind_are_refused() -> None:
