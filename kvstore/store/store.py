@@ -224,7 +224,10 @@ class Store:
     # --- administration -----------------------------------------------------------------------------
 
     def report(self, client: ClientId, request: Report) -> None:
-        """Counts tokens, once for each engine request.
+        """Counts tokens, once for each engine request. Every token that was queried is a hit or a miss.
+
+        Missed tokens without a reason are `too_short`: all that could be stored was pulled, and the rest of the
+        prompt is less than an engine block.
 
         Raises:
             BadRequest: numbers that cannot be.
@@ -243,8 +246,9 @@ class Store:
             totals.promised_tokens += item.promised_tokens
             totals.hit_tokens += item.pulled_tokens
             missed_tokens = item.queried_tokens - item.pulled_tokens
-            if item.reason is not None and missed_tokens:
-                totals.missed_tokens[item.reason] = totals.missed_tokens.get(item.reason, 0) + missed_tokens
+            reason = item.reason or MissReason.TOO_SHORT
+            if missed_tokens:
+                totals.missed_tokens[reason] = totals.missed_tokens.get(reason, 0) + missed_tokens
 
     def drop(self, client: ClientId, request: Drop) -> None:
         """Forgets stored objects; a leased copy goes when its lease ends. What is being filled is left alone.

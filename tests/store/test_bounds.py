@@ -314,6 +314,16 @@ def test_tokens_are_counted_once_for_each_request() -> None:
     assert snapshot.hit_rate == 0.64
 
 
+def test_every_queried_token_is_a_hit_or_a_miss() -> None:
+    """Also the rest of a prompt, less than an engine block, which nobody could store."""
+    world = World()
+    report(world, "one", 1000, 900)
+    report(world, "two", 1000, 300, MissReason.NEVER_STORED)
+    totals = world.store.snapshot().totals
+    assert totals.missed_tokens == {MissReason.TOO_SHORT: 100, MissReason.NEVER_STORED: 700}
+    assert totals.hit_tokens + sum(totals.missed_tokens.values()) == totals.queried_tokens
+
+
 def test_a_report_that_cannot_be_is_refused() -> None:
     world = World()
     for queried, pulled in [(10, 11), (10, -1), (-1, -1)]:
