@@ -59,8 +59,8 @@ class Engine:
     ) -> None:
         self.name = name
         self.log_path = logs / f"{name}.log"
-        self._url = f"http://127.0.0.1:{port}"
-        self._http = httpx.Client(base_url=self._url, timeout=ANSWER_S_MAX)
+        self.url = f"http://127.0.0.1:{port}"
+        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_S_MAX)
         self._log: TextIO = self.log_path.open("w")
         command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
         command += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
@@ -131,6 +131,19 @@ class Engine:
             hand_off=parameters,
         )
 
+    def complete(
+        self, prompt: str, max_tokens: int, *, salt: str | None = None, patience_s: float = ANSWER_S_MAX
+    ) -> str | None:
+        """One greedy completion, from any thread; None when it took longer than `patience_s`: vLLM then aborts it."""
+        body: dict[str, Any] = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens}
+        body |= {"temperature": 0, "ignore_eos": True} | ({"cache_salt": salt} if salt else {})
+        try:
+            reply = self._http.post("/v1/completions", json=body, timeout=patience_s)
+        except httpx.ReadTimeout:
+            return None
+        self._expect_ok(reply)
+        return str(reply.json()["choices"][0]["text"])
+
     def prefill(self, prompt: str) -> dict[str, Any]:
         """Computes a prompt and one token; the hand-off for a decode engine."""
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0}
@@ -147,7 +160,7 @@ class Engine:
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "cache_salt": salt}
         program = "import json, sys, httpx; httpx.post(sys.argv[1], json=json.load(sys.stdin), timeout=600)"
         sender = subprocess.Popen(
-            [sys.executable, "-c", program, f"{self._url}/v1/completions"],
+            [sys.executable, "-c", program, f"{self.url}/v1/completions"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
