@@ -58,7 +58,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     save_timeout_s: Annotated[
         Annotated[float, Meta(gt=1, le=limits.RESERVATION_S_MAX)],
         Meta(description="how long a save may take before it is given up"),
-    ] = 60.0
+    ] = 120.0
     pinned_share: Annotated[
         float, Meta(gt=0, le=1, description="share of the engine's KV blocks that saves under way may hold")
     ] = 0.5
