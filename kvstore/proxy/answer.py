@@ -122,17 +122,17 @@ class Answer:
         token_ids = choices[0].get("token_ids")
         if self._chat and token_ids is None and _only_role(choices[0]):
             return None if self._began else self._settle(chunk)
-        if not isinstance(token_ids, list):
-            self.obstacle = self.obstacle or "the engine does not say its token ids"
-        elif not self._leg.confirmed:
+        if self._prompt is not None and not self._leg.confirmed:
             raise NotTheSame("the engine does not say which prompt it goes on from")
+        if self._prompt is None or not isinstance(token_ids, list):
+            self.obstacle = self.obstacle or "the engine does not say its token ids"
         return self._take_tokens(chunk, choices[0], token_ids or [])
 
     def ending(self) -> list[Chunk]:
         """What is still missing when an engine dies after the finish reason: the usage, if it was asked for."""
         options = self._ask.body.get("stream_options")
         wanted = isinstance(options, dict) and options.get("include_usage")
-        if self._usage_sent or not wanted or self._prompt is None or self._head is None:
+        if self._usage_sent or not wanted or self.obstacle or self._prompt is None or self._head is None:
             return []
         prompt, generated = len(self._prompt), len(self._generated)
         usage = {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
