@@ -41,6 +41,7 @@ BLOCK = 16
 CHUNK = 64
 LAYERS = (Layer("layers.0", 1, 16), Layer("layers.1", 1, 16))  # two runs per object
 HANDSHAKE = Handshake("test", "float32", BLOCK, LAYERS)
+STAGES = {(pp, 0): Handshake("test", "float32", BLOCK, LAYERS[pp : pp + 1]) for pp in range(2)}  # a run each
 RUNS = 2
 
 Content = tuple[bytes | None, ...]  # the KV of consecutive tokens
@@ -256,10 +257,19 @@ class FakeControl:
 
 
 class Worker:
-    """The fake worker half, and the KV memory. Jobs run at once, unless `hold_loads` or `hold_saves`."""
+    """The fake worker half, and the KV memory. Jobs run at once, unless `hold_loads` or `hold_saves`.
 
-    def __init__(self, node: Node, num_blocks: int) -> None:
+    With two `ranks`, each has one of the two runs. What `fail_*` says then happens to `failing_rank` alone, and
+    what `silent_rank` has to report is kept in `unsaid`.
+    """
+
+    def __init__(self, node: Node, num_blocks: int, ranks: int = 1) -> None:
         self.node = node
+        self.ranks = ranks
+        self.failing_rank = 0
+        self.silent_rank: int | None = None
+        self.unsaid = Reports()
+        self.unfinished: set[str] = set()
         self.memory: list[list[bytes | None]] = [[None] * BLOCK for _ in range(num_blocks)]
         self.hold_loads = False
         self.hold_saves = False
@@ -281,15 +291,46 @@ class Worker:
         reports = Reports()
         if not self.hold_loads:
             for load in self.waiting_loads:
-                reports.loads[load.job] = [self._load(load, output)]
+                reports.loads[load.job] = self._of_ranks_load(load, self._load(load, output))
             self.waiting_loads = []
         if not self.hold_saves:
             for save in self.waiting_saves:
-                reports.saves[save.job] = [self._save(save)]
+                reports.saves[save.job] = self._of_ranks_save(self._save(save))
             self.waiting_saves = []
+        if self.silent_rank is not None:
+            self._keep_to_itself(self.silent_rank, reports, output)
+        else:  # it speaks again
+            output.finished_recving |= self.unfinished
+            reports = reports.aggregate(self.unsaid)
+            self.unsaid, self.unfinished = Reports(), set()
         if reports.loads or reports.saves:
             output.kv_connector_worker_meta = reports
         return output
+
+    def _of_ranks_load(self, job: LoadJob, report: LoadReport) -> list[LoadReport]:
+        """Each rank's report: all is well with those that do not fail."""
+        well = LoadReport(len(job.objects) if job.deadline_s > 0 else 0)
+        return [report if rank == self.failing_rank else well for rank in range(self.ranks)]
+
+    def _of_ranks_save(self, report: SaveReport) -> list[SaveReport]:
+        """Each rank's report, on its own run."""
+        if self.ranks == 1:
+            return [report]
+        reports = []
+        for rank in range(self.ranks):
+            failed = self.fail_saves and rank == self.failing_rank
+            sums = tuple(None if failed or runs is None else {rank: runs[rank]} for runs in report.checksums)
+            reports.append(SaveReport(sums, self.quiet if failed else True))
+        return reports
+
+    def _keep_to_itself(self, rank: int, reports: Reports, output: KVConnectorOutput) -> None:
+        """The silent rank says nothing; vLLM waits for it with the requests that load."""
+        for job, loads in reports.loads.items():
+            self.unsaid.loads[job] = [loads.pop(rank)]
+        for job, saves in reports.saves.items():
+            self.unsaid.saves[job] = [saves.pop(rank)]
+        self.unfinished |= output.finished_recving
+        output.finished_recving = set()
 
     def _load(self, job: LoadJob, output: KVConnectorOutput) -> LoadReport:
         valid, suspect = 0, None
@@ -313,7 +354,7 @@ class Worker:
         return LoadReport(valid, reason, suspect)
 
     def _save(self, job: SaveJob) -> SaveReport:
-        if self.fail_saves:
+        if self.fail_saves and self.ranks == 1:
             return SaveReport((None,) * len(job.objects), self.quiet)
         checksums: list[dict[int, bytes] | None] = []
         for wanted in job.objects:
@@ -352,6 +393,7 @@ class Engine:
         max_seqs: int = 16,
         prefix_caching: bool = True,
         control: Control | None = None,
+        ranks: int = 1,
         **extra: Any,
     ) -> None:
         self.node = node
@@ -359,8 +401,9 @@ class Engine:
         self.control = FakeControl(node)
         self.control.clock = lambda: self.now
         self._real_control = control  # in real time
-        self.worker = Worker(node, num_blocks)
+        self.worker = Worker(node, num_blocks, ranks)
         self.config = self._config(role, max_batched, max_seqs, num_blocks, prefix_caching, ahead, extra)
+        self.config.parallel_config.world_size = ranks
         self.kv_cache_config = kv_cache_config(num_blocks)
         self.scheduler = self._scheduler(ahead)
         self.connector = self.scheduler.connector
@@ -371,7 +414,8 @@ class Engine:
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._ahead = ahead
         if shake_hands:
-            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HANDSHAKE})
+            hands = {(0, 0): HANDSHAKE} if ranks == 1 else STAGES
+            self.connector.set_xfer_handshake_metadata_pp_aware(hands)
 
     def _config(self, role, max_batched, max_seqs, num_blocks, prefix_caching, ahead, extra) -> VllmConfig:
         cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=prefix_caching)

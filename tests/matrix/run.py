@@ -141,6 +141,7 @@ class Stage:
         try:
             engine.started += COMPILE_S if split.pp > 1 else 0.0
             engine.wait_ready()
+            engine.ask("Wake up.", 1)  # the first forward pass, and the first word with the node
             yield engine
         finally:
             engine.stop()
