@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvstore.client.breaker import BreakerOpen
@@ -40,6 +41,7 @@ class Writer:
         self._peers = peers
         self._clock = clock
         self._others_max = others_max
+        self._asking: Counter[tuple[Peer, Key]] = Counter()  # what Reserves under way ask for
 
     async def reserve(self, namespace: Namespace, items: Sequence[ReserveItem], duration_s: float) -> Grants:
         """See `Client.reserve`."""
@@ -113,14 +115,20 @@ class Writer:
             body = Reserve(namespace, tuple(grants[index].item for index in batch), duration_s)
 
             def undo(late: ReplyBody, body: Reserve = body) -> RequestBody | None:
-                return _give_back(body, late)
+                # A key that is asked for again will be granted with the same generation: it is not to be taken back.
+                return _give_back(body, late, lambda key: self._asking[peer, key] > 0)
 
+            asked = [(peer, item.key) for item in body.items]
+            self._asking.update(asked)
             try:
                 answer = await peer.ask(body, namespace=namespace, undo=undo)
             except TROUBLE as error:
                 for index in batch:
                     grants[index] = Grant(grants[index].item, Refused(reason_of(error)), None)
                 continue
+            finally:
+                self._asking.subtract(asked)
+                self._asking = +self._asking  # forgets what nobody asks for
             answers = answer.body.answers if isinstance(answer.body, Reserved) else ()
             for index, one in zip(batch, answers, strict=True):
                 grants[index] = Grant(grants[index].item, one, answer.address)
@@ -162,13 +170,13 @@ def commit_item(grant: Grant, table: bytes) -> CommitItem:
     return CommitItem(grant.item.key, grant.granted.generation, table)
 
 
-def _give_back(body: Reserve, late: ReplyBody) -> RequestBody | None:
+def _give_back(body: Reserve, late: ReplyBody, spared: Callable[[Key], bool]) -> RequestBody | None:
     """The Abort for grants that came when nobody waited for them any more."""
     if not isinstance(late, Reserved):
         return None
     granted = tuple(
         (item.key, answer.generation)
         for item, answer in zip(body.items, late.answers, strict=False)
-        if isinstance(answer, Granted)
+        if isinstance(answer, Granted) and not spared(item.key)
     )
     return Abort(body.namespace, granted, quiet=True) if granted else None

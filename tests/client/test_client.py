@@ -373,6 +373,28 @@ async def test_a_cancelled_reservation_is_given_back(nodes, client, monkeypatch)
     await wait_until_async(lambda: nodes[0].store.snapshot().reservations == 0)
 
 
+async def test_a_late_grant_is_not_taken_back_from_who_asked_again(nodes, client, monkeypatch) -> None:
+    """The node answers both Reserves at once, with one generation. Mutant: abort whatever comes too late: its pages
+    would be free at once, while they are written."""
+    endpoint, held = nodes[0].server._endpoint, []
+    send = endpoint.send
+    monkeypatch.setattr(endpoint, "send", lambda peer, frame: held.append((peer, frame)) or True)
+    monkeypatch.setattr(client._peers, "others", list)
+    patience_s, client._peers.local._timeout_s = client._peers.local._timeout_s, 0.05
+    late = await client.reserve(NAMESPACE, items(KEYS), 30.0)
+    assert not late.granted
+    client._peers.local._timeout_s = patience_s
+    asking = asyncio.create_task(client.reserve(NAMESPACE, items(KEYS), 30.0))
+    await wait_until_async(lambda: len(held) == 2)
+    monkeypatch.setattr(endpoint, "send", send)
+    for peer, frame in held:
+        send(peer, frame)
+    grants = await asking
+    answers = await client.commit(NAMESPACE, [(grant, TABLE) for grant in grants.granted])
+    assert answers == (Committed(),) * 6
+    assert "Abort" not in nodes[0].server.stats.requests
+
+
 async def test_commit_is_said_again_when_its_reply_was_lost(nodes, client, monkeypatch) -> None:
     grants = await client.reserve(NAMESPACE, items(KEYS), 30.0)
     client._peers.local._timeout_s = 0.2
