@@ -20,7 +20,8 @@ from kvstore.wire import NodeId, RequestBody, Welcome
 log = logging.getLogger(__name__)
 
 END_S = 1.0  # for the last releases of all connections; see `ending`
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):[0-9]{1,5}")
+_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+):([0-9]{1,5})")
+_PORT_MAX = 65_535
 
 
 class Peer:
@@ -173,7 +174,8 @@ class Peers:
         self._alive = {node: record for node, record in alive.items() if self._is_address(record.control)}
 
     def _is_address(self, control: str) -> bool:
-        if _ADDRESS.fullmatch(control):
+        address = _ADDRESS.fullmatch(control)
+        if address and 0 < int(address[1]) <= _PORT_MAX:
             return True
         if control not in self._odd:
             self._odd.add(control)

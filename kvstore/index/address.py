@@ -55,7 +55,10 @@ def parse(url: str) -> RedisAddress:
     Raises:
         BadConfiguration: it cannot be read; says what is wrong and shows a right one.
     """
-    split = urlsplit(url)
+    try:
+        split = urlsplit(url)
+    except ValueError as error:  # brackets that do not match, characters that no host has
+        raise _wrong(url, "the host is none; IPv6 stands in brackets, as in redis://[::1]:6379/0") from error
     kind = _KINDS.get(split.scheme)
     if kind is None:
         raise _wrong(url, f"the scheme {split.scheme!r} is not known; known are {', '.join(_KINDS)}")
@@ -63,6 +66,9 @@ def parse(url: str) -> RedisAddress:
     unknown = sorted(set(options) - set(_OPTIONS[kind]))
     if unknown:
         raise _wrong(url, f"unknown option {unknown[0]!r}; known are {', '.join(_OPTIONS[kind])}")
+    plain = sorted(set(options) & set(_TLS_OPTIONS)) if not split.scheme.startswith("rediss") else []
+    if plain:
+        raise _wrong(url, f"{plain[0]} is for TLS; write {split.scheme.replace('redis', 'rediss')}://")
     userinfo, _, places = split.netloc.rpartition("@")
     username, _, password = userinfo.partition(":")
     service, db = _path(url, kind, split, options)

@@ -28,7 +28,7 @@ def test_a_right_url_is_read(url, expected) -> None:
 
 def test_options_and_paths_are_read() -> None:
     assert parse("unix:///run/a%20b.sock").path == "/run/a b.sock"
-    options = parse("redis+sentinel://a/main?sentinel_password=x&ssl_cert_reqs=none").options
+    options = parse("rediss+sentinel://a/main?sentinel_password=x&ssl_cert_reqs=none").options
     assert options == {"sentinel_password": "x", "ssl_cert_reqs": "none"}
 
 
@@ -42,6 +42,9 @@ WRONG = {
     "redis://host:port": "host:port",
     "redis://host:99999": "host:port",
     "redis://host?timeout=3": "'timeout'; known are ssl_ca_certs",
+    "redis://[::1": "brackets",
+    "redis://host?ssl_cert_reqs=none": "is for TLS; write rediss://",
+    "redis+cluster://host?ssl_cert_reqs=none": "write rediss\\+cluster://",
     "redis+sentinel://a:1": "service is missing",
     "redis+cluster://a/1": "database 0 only",
     "unix://": "path of the socket",
