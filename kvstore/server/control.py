@@ -5,6 +5,7 @@ socket, decoding is bounded by the message types, a failure inside one request i
 counted, and what has to wait is parked, a bounded number per client.
 """
 
+import asyncio
 import hmac
 import logging
 from collections.abc import Callable, Coroutine
@@ -12,7 +13,7 @@ from functools import partial
 from time import perf_counter
 
 from kvstore.core import BadRequest, KVStoreError, NamespaceUnknown, NotAuthorised, Overloaded, limits
-from kvstore.server.calls import GIVEN_BACK, Calls, Later, Verifier, lease_of
+from kvstore.server.calls import GIVEN_BACK, Calls, Verifier, lease_of
 from kvstore.server.endpoint import Endpoint
 from kvstore.server.parking import Parking
 from kvstore.server.stats import Counters, ServerStats
@@ -119,20 +120,18 @@ class ControlServer:
             raise NotAuthorised("the request carries no valid token: set the node's token in the client")
         answer = self._calls.answer(request)
         if isinstance(answer, Coroutine):
-            self._parking.park(
-                request.client, lease_of(request), self._respond_later(request, answer, respond)
-            )
+            ended = partial(self._respond_later, request, respond)
+            self._parking.park(request.client, lease_of(request), answer, ended)
         else:
             respond(answer)
 
-    async def _respond_later(self, request: Request, work: Later, respond: Respond) -> None:
-        body: ReplyBody = GIVEN_BACK
-        try:
-            body = await work
-        except Exception as error:  # noqa: BLE001 -- as in _receive
-            body = self._failure(request, error)
-        finally:  # also when the lease was released: the wait is cancelled, the reply still goes out
-            respond(body)
+    def _respond_later(self, request: Request, respond: Respond, ended: asyncio.Task[ReplyBody]) -> None:
+        if ended.cancelled():  # the lease was released: the wait is over, the reply still goes out
+            respond(GIVEN_BACK)
+        elif isinstance(error := ended.exception(), Exception):
+            respond(self._failure(request, error))
+        else:
+            respond(ended.result())
 
     def _failure(self, request: Request, error: Exception) -> Failed:
         if isinstance(error, KVStoreError):

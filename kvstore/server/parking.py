@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 
 from kvstore.core import limits
-from kvstore.wire import ClientId, LeaseId
+from kvstore.wire import ClientId, LeaseId, ReplyBody
 
 Watch = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes a callback for "something changed", gives back a way to cancel it."""
@@ -22,7 +22,7 @@ class Parking:
         self.total = 0
         self.refused = 0
         self.closing = False
-        self._tasks: dict[asyncio.Task[None], tuple[ClientId, LeaseId]] = {}
+        self._tasks: dict[asyncio.Task[ReplyBody], tuple[ClientId, LeaseId]] = {}
         self._per_client: Counter[ClientId] = Counter()
         self._alarms: set[asyncio.Event] = set()
 
@@ -36,13 +36,21 @@ class Parking:
             return False
         return True
 
-    def park(self, client: ClientId, lease: LeaseId, work: Coroutine[None, None, None]) -> None:
-        """Runs `work` until it ends, or until `release` of its lease."""
+    def park(
+        self,
+        client: ClientId,
+        lease: LeaseId,
+        work: Coroutine[None, None, ReplyBody],
+        ended: Callable[["asyncio.Task[ReplyBody]"], None],
+    ) -> None:
+        """Runs `work` until it ends, or until `release` of its lease; then calls `ended`, however it ended: a task
+        that is cancelled before its first step runs nothing of its own any more."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = client, lease
         self._per_client[client] += 1
         self.total += 1
         task.add_done_callback(self._leave)
+        task.add_done_callback(ended)
 
     def release(self, client: ClientId, lease: LeaseId) -> None:
         """The lease has ended: whatever waits to add to it must not take it again."""
@@ -80,7 +88,7 @@ class Parking:
         if self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    def _leave(self, task: asyncio.Task[None]) -> None:
+    def _leave(self, task: asyncio.Task[ReplyBody]) -> None:
         client, _ = self._tasks.pop(task)
         self._per_client[client] -= 1
         if not self._per_client[client]:

@@ -20,11 +20,16 @@ from kvstore.wire import (
     LeaseId,
     Miss,
     Release,
+    Reply,
+    Request,
+    RequestBody,
     Reserve,
     Reserved,
     Resident,
     Suspect,
     Welcome,
+    decode_reply,
+    encode,
 )
 from tests.server.raw import RawPeer, raw_peer
 from tests.support import wait_until_async
@@ -190,6 +195,29 @@ async def test_a_release_ends_the_wait_and_takes_nothing_again(node, writer, rea
     await commit(writer, granted[1:])
     assert leased(node) == 0
     assert node.store.snapshot().watched_keys == 0
+
+
+async def test_a_release_that_comes_with_its_acquire_leaves_no_request_without_an_answer(
+    node, writer, reader, monkeypatch
+) -> None:
+    """Both are received in one turn of the loop. Mutant: answer from within the wait, which has not begun."""
+    await reserved(writer)
+    sent: list[Reply] = []
+
+    def send(_: bytes, frame: bytes) -> bool:
+        sent.append(decode_reply(frame))
+        return True
+
+    monkeypatch.setattr(node.server._endpoint, "send", send)
+    bodies: tuple[RequestBody, ...] = (Acquire(NAMESPACE, tuple(KEYS), LEASE, 30.0, 20.0), Release(LEASE))
+    for number, body in enumerate(bodies):
+        node.server._receive(b"peer", encode(Request(1, ClientId(READER), number, body)))
+    await parked(node, 0)
+    await wait_until_async(lambda: len(sent) == 2)
+    assert {reply.request_id: reply.body for reply in sent} == {
+        0: Acquired((Miss(MissReason.EXPIRED),)),
+        1: Done(),
+    }
 
 
 async def test_another_clients_release_of_the_same_lease_id_changes_nothing(node, writer, reader) -> None:
