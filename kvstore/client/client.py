@@ -223,7 +223,9 @@ class Client:
         """Administration: has nodes (empty: all that are alive) forget objects. How many nodes heard it."""
         self._check(namespace)
         named = [self._peers.named(node) for node in nodes]
-        peers = [peer for peer in named if peer is not None] or [self._peers.local, *self._peers.others()]
+        peers = [peer for peer in named if peer is not None]
+        if not nodes:
+            peers = [self._peers.local, *self._peers.others()]
         heard = 0
         for peer in peers:
             heard += await self._writer.drop(namespace, keys, peer)

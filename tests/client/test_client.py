@@ -435,6 +435,7 @@ async def test_reports_drops_and_hints_reach_the_nodes(nodes, index, client) -> 
     await index.merge(nodes[0].node, dict.fromkeys(KEYS))
     await client.prefetch(NAMESPACE, KEYS)
     assert [node.server.stats.requests.get("Prefetch", 0) for node in nodes] == [0, 1, 0]
+    assert await client.drop(NAMESPACE, KEYS, [NodeId(b"not-here")]) == 0, "nobody else may be asked instead"
     assert await client.drop(NAMESPACE, KEYS) == 3
     assert [list(node.store.keys()) for node in nodes] == [[], [], []]
 
