@@ -4,6 +4,7 @@ The async client runs on a thread of its own; bytes move in the caller's thread.
 given to `register` move without a copy on this side, others through staging.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -27,6 +28,7 @@ from kvstore.core import (
     Manifest,
     Namespace,
     PeerLost,
+    TransferFailed,
     decode_manifest,
     limits,
 )
@@ -37,6 +39,8 @@ from kvstore.wire import Committed, Exists, OnDisk, ReserveItem, Resident, WireE
 Array = NDArray[Any]
 STAGING_BYTES = 64 * limits.MIB
 REQUEST_S = 5.0  # a tool has more patience with a busy node than an engine
+MARGIN_S = 1.0  # between the last byte and the end of the lease or reservation
+QUIET_S = 15.0  # Mooncake gives a transfer up that has not moved for 10
 
 
 class Put(NamedTuple):
@@ -152,13 +156,14 @@ class KVStore:
         items = [
             ReserveItem(put.key, put.parent or root, put.depth, put.array.nbytes, put.cold) for put in puts
         ]
-        grants = self._loop.run(self._client.reserve(namespace, items, self._timeout_s + 1.0)).grants
+        reserved = self._loop.run(self._client.reserve(namespace, items, self._timeout_s + MARGIN_S))
+        grants = reserved.grants
         there = [isinstance(grant.answer, Exists) for grant in grants]
         written: list[int] = []
         tables: list[bytes] = []
         for address, indices in _by_node(grants):
             pushed = [self._push_item(namespace, grants[index], puts[index].array) for index in indices]
-            results = self._mover.push(address, pushed, self._timeout_s)
+            results = self._mover.push(address, pushed, _left_s(reserved.expires_at))
             self._give_back(namespace, [grants[index] for index in indices], results)
             for index, result in zip(indices, results, strict=True):
                 if result.ok and result.checksums is not None:
@@ -187,14 +192,15 @@ class KVStore:
 
         Raises:
             BadRequest: the namespace is not open, or an array of `out` has not its object's size.
+            TransferFailed: bytes may still arrive in registered memory of `out`.
         """
         arrays: list[Array | None] = [None] * len(keys)
-        promise = self._loop.run(self._client.acquire(namespace, keys, self._timeout_s + 1.0))
+        promise = self._loop.run(self._client.acquire(namespace, keys, self._timeout_s + MARGIN_S))
         try:
             if any(isinstance(copy.answer, OnDisk) for copy in promise.copies):
-                promise = self._loop.run(self._client.pages(promise, self._timeout_s))
+                promise = self._loop.run(self._client.pages(promise, _left_s(promise.expires_at)))
             for address, copies in _residents(promise):
-                self._pull(namespace, address, copies, arrays, out)
+                self._pull(namespace, address, copies, arrays, out, _left_s(promise.expires_at))
         finally:
             self._loop.run(self._client.release(promise))
         return arrays
@@ -237,6 +243,7 @@ class KVStore:
         copies: Sequence[tuple[int, Copy, Resident]],
         arrays: list[Array | None],
         out: Sequence[Array] | None,
+        left_s: float,
     ) -> None:
         """Pulls copies from one node and enters those that verified; asks the node to verify the others."""
         geometry = self._geometry(namespace)
@@ -257,12 +264,17 @@ class KVStore:
             )
             for (_, _, answer), target in zip(copies, targets, strict=True)
         ]
-        results = self._mover.pull(address, items, self._timeout_s)
+        results = self._mover.pull(address, items, left_s)
         for (index, copy, _), target, result in zip(copies, targets, results, strict=True):
             if result.ok:
                 arrays[index] = target
             elif result.corrupt:
                 self._loop.run(self._client.suspect(namespace, copy))
+        if not (all(result.quiet for result in results) or self._mover.settled(QUIET_S)):
+            raise TransferFailed(
+                f"node {address.control} did not answer in time, and bytes may still arrive in registered memory "
+                "that they were wanted in: do not use it before this store is closed"
+            )
 
     def _geometry(self, namespace: Namespace) -> Geometry:
         geometry = self._geometries.get(namespace)
@@ -276,6 +288,11 @@ class KVStore:
             address <= start and end <= address + region.nbytes
             for address, region in self._registered.items()
         )
+
+
+def _left_s(expires_at: float) -> float:
+    """How long bytes may move for a lease or reservation: whatever comes later finds the pages of somebody else."""
+    return max(0.0, expires_at - MARGIN_S - time.monotonic())
 
 
 def _by_node(grants: Sequence[Grant]) -> list[tuple[NodeAddress, list[int]]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvstore.client import KVStore, LoopThread, Put
-from kvstore.core import BadRequest, Namespace, PeerLost
+from kvstore.core import BadRequest, Namespace, PeerLost, TransferFailed, limits
 from kvstore.transfer import Fault, InProcessNetwork, InProcessTransfer
 from tests.support import free_port
 from tests.support.control_node import MANIFEST, NAMESPACE, OBJECT_BYTES, ControlNode, chain
@@ -104,6 +104,39 @@ def test_registered_memory_moves_without_staging(store, node, transfer) -> None:
     assert all(one is not None for one in store.get_many(NAMESPACE, KEYS, targets))
     store._staging.take = slots
     assert np.array_equal(memory[: 4 * OBJECT_BYTES], memory[4 * OBJECT_BYTES :])
+
+
+def test_memory_in_which_bytes_may_still_arrive_is_not_given_back_in_silence(store, network) -> None:
+    """The user would write into it, and put it. Mutant: a late read is a miss like any other."""
+    assert store.put_many(NAMESPACE, puts()[:1]) == [True]
+    target = np.zeros(OBJECT_BYTES, np.uint8)
+    store.register(target)
+    plan = network.plan(Fault.HOLD, writes=False)
+    with pytest.raises(TransferFailed, match="do not use it"):
+        store.get(NAMESPACE, KEYS[0], target)
+    assert plan.hits == 1
+    network.release()
+    assert target.any(), "nothing came late"
+    assert store.get(NAMESPACE, KEYS[0], target) is not None
+
+
+def test_no_byte_moves_after_the_end_of_a_lease_or_reservation(store, monkeypatch) -> None:
+    """Mutant: a patience of 1,000 s, where the node keeps nothing for more than 120."""
+    deadlines: list[float] = []
+    for name in ("push", "pull"):
+        move = getattr(store._mover, name)
+
+        def timed(node, moved, deadline_s, move=move):
+            deadlines.append(deadline_s)
+            return move(node, moved, deadline_s)
+
+        monkeypatch.setattr(store._mover, name, timed)
+    monkeypatch.setattr(store, "_timeout_s", 1_000.0)
+    assert store.put_many(NAMESPACE, puts()[:1]) == [True]
+    assert store.get(NAMESPACE, KEYS[0]) is not None
+    monkeypatch.setattr(store, "_timeout_s", 5.0)
+    assert len(deadlines) == 2
+    assert max(deadlines) < min(limits.LEASE_S_MAX, limits.RESERVATION_S_MAX)
 
 
 def test_everything_is_given_back(store, node) -> None:
