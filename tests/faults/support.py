@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -44,7 +44,6 @@ from kvstore.core import (
 )
 from kvstore.transfer import MooncakeTransfer, Transfer
 from kvstore.wire import Committed, ReserveItem
-from tests.support.node import RunningNode
 
 T = TypeVar("T")
 RUNS = 8
@@ -269,10 +268,17 @@ class Engine:
         return grant.address
 
 
+class HasPid(Protocol):
+    """A process."""
+
+    @property
+    def pid(self) -> int: ...
+
+
 class ArenaWindow:
     """The arena of a node process, as another process with the right to see it could change it."""
 
-    def __init__(self, node: RunningNode, page_bytes: int) -> None:
+    def __init__(self, node: HasPid, page_bytes: int) -> None:
         folder = Path(f"/proc/{node.pid}/fd")
         self._fd = next(
             os.open(link, os.O_RDWR) for link in folder.iterdir() if "kvstore-arena" in os.readlink(link)
