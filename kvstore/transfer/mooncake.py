@@ -238,7 +238,10 @@ class MooncakeTransfer:
     def _start_pieces(self, engine: _Engine, segment: str, moving: _Moving, reading: bool) -> None:
         start = engine.batch_transfer_async_read if reading else engine.batch_transfer_async_write
         for local, remote, size_bytes in moving.pieces:
-            batch = start(segment, [local], [remote], [size_bytes])
+            try:
+                batch = start(segment, [local], [remote], [size_bytes])
+            except TypeError:  # what a peer gave as an address has more than 64 bits, or a sign
+                batch = -1
             if batch in {0, -1, 2**64 - 1}:
                 moving.failed = True
                 break

@@ -254,6 +254,15 @@ class TransferSuite:
         assert rig.local[:SIZE] == rig.remote[:SIZE]
         other.close()
 
+    @pytest.mark.parametrize("address", [-4096, 2**64])
+    def test_what_is_no_address_at_all_fails_and_does_no_harm(self, fragile_rig: Rig, address: int) -> None:
+        """At the first contact, too: whatever a peer says, later transfers arrive."""
+        rig = fragile_rig
+        bad = rig.piece(0, 0, 4096)._replace(remote_address=address)
+        assert rig.read(bad) is Status.FAILED
+        rig.local.fill(7)
+        assert rig.write(rig.piece(0, 0, 4096)) is Status.DONE
+
     def test_memory_that_the_peer_withdrew_is_out_of_reach(self, fragile_rig: Rig) -> None:
         rig = fragile_rig
         rig.local.fill(1)
