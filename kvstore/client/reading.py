@@ -94,14 +94,17 @@ class Reader:
         answers: dict[Key, AcquireAnswer] = {}
 
         async def ask(address: NodeAddress, lease: LeaseId, copies: list[Copy]) -> None:
-            asked = tuple(copy.key for copy in copies)
-            try:
-                body = (await self._peer(address).ask(Pages(lease, asked, wait_s), wait_s=wait_s)).body
-            except TROUBLE as error:
-                answers.update(dict.fromkeys(asked, Miss(reason_of(error))))
-                return
-            if isinstance(body, Acquired):
-                answers.update(zip(asked, body.answers, strict=False))
+            end = self._clock() + wait_s
+            for batch in batches(copies):
+                asked = tuple(copy.key for copy in batch)
+                left_s = max(0.0, end - self._clock())
+                try:
+                    body = (await self._peer(address).ask(Pages(lease, asked, left_s), wait_s=left_s)).body
+                except TROUBLE as error:
+                    answers.update(dict.fromkeys(asked, Miss(reason_of(error))))
+                    return
+                if isinstance(body, Acquired):
+                    answers.update(zip(asked, body.answers, strict=False))
 
         await asyncio.gather(*(ask(*group) for group in by_lease(promise.copies)))
         copies, reason = _prefix(promise, answers)

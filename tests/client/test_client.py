@@ -457,6 +457,7 @@ async def test_more_keys_than_a_message_holds(stack, index) -> None:
         }
         promise = await client.acquire(NAMESPACE, keys, 10.0)
         assert len(promise) == 1100
+        assert len(await client.pages(promise)) == 1100
         await client.release(promise, keys)
         assert leases(node) == [0]
 
