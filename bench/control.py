@@ -6,7 +6,8 @@ question to Redis is made, and not counted. 100,000 objects of 4 KiB with tables
 which is told of every key that comes and goes.
 
 `acquire64_p99_ms` is the time of lookup and Acquire of 64 keys while eight clients together ask at half of the
-load that is aimed at.
+load that is aimed at. `hello_p99_ms` and `hello_max_ms` are what one client waits that says Hello every 5 ms while
+the other seven write and read back at full speed.
 
     python bench/control.py [--full] [--json]
 """
@@ -37,6 +38,8 @@ ARENA_BYTES = 104 * 1024 * OBJECT_BYTES  # with the low-water mark as good as fu
 SLICE_S = 0.3
 AIM_KEYS_PER_S = 30_000.0
 AIM_P99_MS = 5.0
+AIM_MAX_MS = 50.0
+HELLO_PAUSE_S = 0.005
 PACED_S = 5.0
 
 
@@ -50,11 +53,11 @@ class Task(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Keys through calls, in how long, and the milliseconds of each Acquire."""
+    """Keys through calls, in how long, and the milliseconds of each Acquire or Hello."""
 
     keys: int
     seconds: float
-    acquire_ms: list[float]
+    waits_ms: list[float]
 
 
 class Worker:
@@ -67,7 +70,7 @@ class Worker:
 
     async def do(self, task: Task) -> Outcome:
         """Works until the time is up."""
-        keys, acquire_ms = 0, []
+        keys, waits_ms = 0, []
         began = time.perf_counter()
         due = began + self._rng.random() * task.pause_s
         while (now := time.perf_counter()) < began + task.seconds:
@@ -75,25 +78,35 @@ class Worker:
                 await asyncio.sleep(max(0.0, due - now))
                 due += task.pause_s
             if task.work == "write":
-                keys += await self._write(task.batch)
-            else:
-                acquire_ms.append(await self._read(task.batch))
+                keys += await self._write(random_keys(task.batch))
+            elif task.work == "read":
+                waits_ms.append(await self._read(self._rng.sample(self._stored, task.batch)))
                 keys += 2 * task.batch
-        return Outcome(keys, time.perf_counter() - began, acquire_ms)
+            elif task.work == "write and read":
+                fresh = random_keys(task.batch)
+                keys += await self._write(fresh)
+                await self._client.release(await self._client.acquire(NAMESPACE, fresh, 10.0))
+            else:
+                waits_ms.append(await self._hello())
+        return Outcome(keys, time.perf_counter() - began, waits_ms)
 
-    async def _write(self, batch: int) -> int:
-        grants = (await self._client.reserve(NAMESPACE, items(random_keys(batch)), 10.0)).granted
-        await self._client.commit(NAMESPACE, [(grant, TABLE) for grant in grants])
-        return batch + len(grants)
-
-    async def _read(self, batch: int) -> float:
-        chosen = self._rng.sample(self._stored, batch)
+    async def _hello(self) -> float:
         began = time.perf_counter()
-        promise = await self._client.acquire(NAMESPACE, chosen, 10.0)
+        await self._client.open(MANIFEST)  # says Hello each time
+        return 1e3 * (time.perf_counter() - began)
+
+    async def _write(self, keys: list[Key]) -> int:
+        grants = (await self._client.reserve(NAMESPACE, items(keys), 10.0)).granted
+        await self._client.commit(NAMESPACE, [(grant, TABLE) for grant in grants])
+        return len(keys) + len(grants)
+
+    async def _read(self, keys: list[Key]) -> float:
+        began = time.perf_counter()
+        promise = await self._client.acquire(NAMESPACE, keys, 10.0)
         taken_ms = 1e3 * (time.perf_counter() - began)
         await self._client.release(promise)
-        if len(promise) != batch:
-            raise Wrong(f"{len(promise)} of {batch} stored keys were promised ({promise.reason})")
+        if len(promise) != len(keys):
+            raise Wrong(f"{len(promise)} of {len(keys)} stored keys were promised ({promise.reason})")
         return taken_ms
 
 
@@ -163,7 +176,20 @@ def paced_p99_ms(pipes: Sequence[Connection], seconds: float) -> float:
     """Of Acquires of 64 keys at half of the aimed-at load."""
     batches_per_s = AIM_KEYS_PER_S / 2 / (2 * 64)
     outcomes = together(pipes, Task("read", 64, seconds, pause_s=len(pipes) / batches_per_s))
-    return float(np.percentile([ms for outcome in outcomes for ms in outcome.acquire_ms], 99))
+    return float(np.percentile([ms for outcome in outcomes for ms in outcome.waits_ms], 99))
+
+
+def hello_ms(pipes: Sequence[Connection], seconds: float) -> tuple[float, float]:
+    """(99th percentile, maximum) of one client's Hellos while the others are at full speed."""
+    tasks = [
+        Task("hello", 0, seconds, HELLO_PAUSE_S),
+        *[Task("write and read", 64, seconds)] * (len(pipes) - 1),
+    ]
+    for pipe, task in zip(pipes, tasks, strict=True):
+        pipe.send(task)
+    outcomes = [pipe.recv() for pipe in pipes]
+    waits_ms = outcomes[0].waits_ms
+    return float(np.percentile(waits_ms, 99)), max(waits_ms)
 
 
 async def fill(control: str) -> list[Key]:
@@ -189,9 +215,12 @@ def main() -> int:
         read = throughput(report, pipes, "read", slices)
         p99_ms = paced_p99_ms(pipes, (4 if arguments.full else 1) * PACED_S)
         write = throughput(report, pipes, "write", slices)
+        hello_p99_ms, hello_max_ms = hello_ms(pipes, (4 if arguments.full else 1) * PACED_S)
     report.note(f"{slices} slices of {SLICE_S} s each, clients alternating; {OBJECTS} objects on the node")
     report.aim("keys_per_s", min(read, write), AIM_KEYS_PER_S, "keys/s")
     report.aim("acquire64_p99_ms", p99_ms, AIM_P99_MS, "ms", at_most=True)
+    report.aim("hello_p99_ms", hello_p99_ms, AIM_P99_MS, "ms", at_most=True)
+    report.aim("hello_max_ms", hello_max_ms, AIM_MAX_MS, "ms", at_most=True)
     return report.finish(arguments.json)
 
 
