@@ -19,8 +19,9 @@ check: setup ## Format, lint, types, arrows between rooms
 test: setup check ## Everything that CI runs: check, then all tests, those with real vLLM last
 	$(PY) -m pytest
 
-soak: setup ## The fault tests in long rounds, half an hour; CI runs a few rounds of each
+soak: setup ## The fault tests in long rounds, an hour, the last ones as root; CI runs a few rounds of each
 	SOAK=1 $(PY) -m pytest tests/faults -s
+	$(PY) -m pytest tests/e2e -m slow -s
 
 demo: setup ## Real vLLM prefill pushes and is killed; a fresh decode engine pulls and goes on
 	@$(PY) deploy/demo/run.py
