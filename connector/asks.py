@@ -122,7 +122,7 @@ class Asks:
         if found.num_keys == len(links) or found.reason is MissReason.INDEX_DOWN:
             return links
         self._known.forget(link.key for link in links[found.num_keys :])
-        state.ask.reason = found.reason or MissReason.NEVER_STORED
+        state.ask.reason = state.foreign or found.reason or MissReason.NEVER_STORED
         gain = links[: found.num_keys]
         return links if gain and gain[-1].stop > computed else gain  # a node may know better than the index
 

@@ -5,48 +5,79 @@ nodes is asked first: keys are computed from the request's own tokens, and bytes
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from connector.keys import Link
 from connector.requests import HandOff
-from kvstore.core import Namespace
+from kvstore.core import Manifest, MissReason, Namespace
 
 NAME = "kvstore"
 NODES_MAX = 16
+FORMAT_MAX = 100  # characters of a foreign format that are shown
+
+
+class Ignored(NamedTuple):
+    """Why a hand-off cannot be used: a line, said once of each kind, and the reason of the misses to come."""
+
+    kind: str
+    line: str
+    reason: MissReason | None = None
 
 
 class _Note(msgspec.Struct, forbid_unknown_fields=True):
-    """The first `tokens` of the prompt, which end with the key `last`, are at `nodes` or on their way there."""
+    """The first `tokens` of the prompt, which end with the key `last`, are at `nodes` or on their way there.
+
+    `format` is for people: it says what differs if the namespace does.
+    """
 
     namespace: str
     tokens: int
     last: str
     nodes: list[str]
+    format: str = ""
 
 
-def write_note(namespace: Namespace, links: Sequence[Link], nodes: Sequence[str]) -> dict[str, Any] | None:
+def describe_format(manifest: Manifest) -> str:
+    """What most often differs between engines, in a few words."""
+    unit = "any block size" if manifest.unit_tokens == 1 else f"blocks of {manifest.unit_tokens} tokens"
+    return f"{manifest.tile_format} {manifest.kv_dtype}, {unit}, chunks of {manifest.chunk_tokens}"
+
+
+def write_note(manifest: Manifest, links: Sequence[Link], nodes: Sequence[str]) -> dict[str, Any] | None:
     """The parameters for a decode engine; `links` are the first of the prompt that are stored or under way."""
     if not links:
         return None
-    note = _Note(namespace.hex(), links[-1].stop, links[-1].key.hex(), list(nodes[:NODES_MAX]))
+    note = _Note(
+        manifest.namespace.hex(),
+        links[-1].stop,
+        links[-1].key.hex(),
+        list(nodes[:NODES_MAX]),
+        describe_format(manifest),
+    )
     return {NAME: msgspec.to_builtins(note)}
 
 
-def read_note(params: Any, namespace: Namespace, links: Sequence[Link]) -> HandOff | str | None:
-    """The hand-off that a request carries; None without one; why it cannot be used, as "kind: details"."""
+def read_note(
+    params: Any, namespace: Namespace, links: Sequence[Link], own_format: str = ""
+) -> HandOff | Ignored | None:
+    """The hand-off that a request carries, if it can be used; None without one."""
     if not isinstance(params, dict) or NAME not in params:
         return None
     try:
         note = msgspec.convert(params[NAME], _Note)
     except msgspec.ValidationError as error:
-        return f"it cannot be read: {error}"
+        return Ignored("unreadable", f"it cannot be read: {error}")
     if note.namespace != namespace.hex():
-        return (
-            f"it comes from another namespace: {note.namespace[:16]!r}, not {namespace.hex()[:16]!r} as here "
-            "(weights, model configuration, KV format or chunk_tokens differ)"
+        if note.format != own_format:
+            what = f"its KV is {note.format[:FORMAT_MAX]!r}, here it is {own_format!r}"
+        else:
+            what = "weights or model configuration differ"
+        line = (
+            f"it comes from another namespace: {note.namespace[:16]!r}, not {namespace.hex()[:16]!r} as here"
         )
+        return Ignored("namespace", f"{line}; {what}", MissReason.MANIFEST_DIFFERS)
     if not any(link.stop == note.tokens and link.key.hex() == note.last for link in links):
-        return "it is of another prompt: no link of this request has its last key"
+        return Ignored("prompt", "it is of another prompt: no link of this request has its last key")
     return HandOff(note.tokens, tuple(note.nodes[:NODES_MAX]))

@@ -51,6 +51,7 @@ class RequestState:
     """One request. `links` are its keys, None until they can be computed; `epoch` names the namespace they are of.
 
     Args:
+        foreign: why its hand-off could not be used, if that explains misses.
         load: the job that loads for it, if one is under way.
         no_load: never load again for this request, and why.
         offered: the links before this one were offered to the store, or need not be.
@@ -61,6 +62,7 @@ class RequestState:
     links: tuple[Link, ...] | None = None
     epoch: int = -1
     handoff: HandOff | None = None
+    foreign: MissReason | None = None
     adapter: "Future[str | None] | None" = None
     ask: Ask = field(default_factory=Ask)
     load: int | None = None

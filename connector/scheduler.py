@@ -17,15 +17,15 @@ from connector.compat import block_size_of, logger, unsupported_engine, was_abor
 from connector.config import Config
 from connector.control import Control, ReportLine
 from connector.guard import Breaker, harmless
-from connector.handoff import read_note, write_note
+from connector.handoff import Ignored, describe_format, read_note, write_note
 from connector.keys import AdapterDigests, links_of
 from connector.loads import Loads
 from connector.metadata import Jobs, LoadReport, Reports, SaveJob, SaveReport
-from connector.requests import Ask, HandOff, RequestState
+from connector.requests import Ask, RequestState
 from connector.saves import Saves
 from connector.session import Session
 from connector.shared import Shared
-from kvstore.core import BadConfiguration, MissReason
+from kvstore.core import BadConfiguration, MissReason, Namespace
 
 log = logger(__name__)
 
@@ -96,8 +96,8 @@ class SchedulerHalf:
             return False, None
         self.saves.finished(state)
         num_links, nodes = self.saves.covered(state.links)
-        assert namespace is not None
-        return False, write_note(namespace, state.links[:num_links], nodes)
+        assert self.session.manifest is not None
+        return False, write_note(self.session.manifest, state.links[:num_links], nodes)
 
     def _prepare(self, state: RequestState) -> bool:
         """Whether the request's keys are known, in the present namespace."""
@@ -108,7 +108,8 @@ class SchedulerHalf:
         if namespace is None or (state.adapter is not None and not state.adapter.done()):
             return False
         self.asks.close(state.ask)
-        state.ask, state.offered, state.handoff = Ask(), 0, None  # also a new deadline for what comes now
+        state.handoff = state.foreign = None
+        state.ask, state.offered = Ask(), 0  # also a new deadline for what comes now
         state.epoch = self.shared.epoch
         if state.adapter is not None and (state.adapter.exception() or state.adapter.result() is None):
             state.links = ()
@@ -119,14 +120,21 @@ class SchedulerHalf:
         state.links = links_of(
             state.request, namespace, config.chunk_tokens, self.shared.block_tokens, adapter
         )
-        note = read_note(state.request.kv_transfer_params, namespace, state.links)
-        if isinstance(note, HandOff):
-            state.handoff = note
-        elif note is not None:
-            self.shared.stats.say_once(
-                note.partition(":")[0], f"a hand-off is ignored, {note}; later ones silently"
-            )
+        self._take_note(state, namespace)
         return True
+
+    def _take_note(self, state: RequestState, namespace: Namespace) -> None:
+        """The hand-off that the request carries, if any."""
+        assert self.session.manifest is not None and state.links is not None
+        own_format = describe_format(self.session.manifest)
+        note = read_note(state.request.kv_transfer_params, namespace, state.links, own_format)
+        if isinstance(note, Ignored):
+            self.shared.stats.say_once(
+                f"hand-off {note.kind}", f"a hand-off is ignored, {note.line}; later ones silently"
+            )
+            state.foreign = note.reason
+        else:
+            state.handoff = note
 
     # --- loads ----------------------------------------------------------------------------------------
 

@@ -1,13 +1,15 @@
 """The hand-off: prefill returns where it pushes, decode waits for it, bounded, and loads all but the last block."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from connector.handoff import read_note
 from connector.keys import Link
+from connector.requests import HandOff
 from kvstore.core import Key, MissReason, Namespace
-from tests.connector.support import BLOCK, CHUNK, Engine, Node, prompt
+from tests.connector.support import BLOCK, CHUNK, HANDSHAKE, Engine, Node, prompt
 
 TEXT = prompt(1, 3 * CHUNK + 2 * BLOCK + 5)
 STORED = 3 * CHUNK + 2 * BLOCK
@@ -157,6 +159,23 @@ def test_a_hand_off_between_different_models_is_said_and_makes_nobody_wait(node,
     decode.submit("e", TEXT, params=params)
     assert decode.step().num_scheduled_tokens
     assert caplog_vllm.text.count("a hand-off is ignored, it comes from another namespace: '") == 1
+    assert "weights or model configuration differ; later ones silently" in caplog_vllm.text
+    decode.run()
+    assert decode.half.shared.stats.misses == {MissReason.MANIFEST_DIFFERS: 1}  # e has all from d
+
+
+def test_a_hand_off_between_engines_of_different_formats_says_what_differs(node, caplog_vllm) -> None:
+    """On CPU the block size is part of the format."""
+    _, params = prefill(node)
+    decode = Engine(node, shake_hands=False)
+    other = replace(HANDSHAKE, unit_tokens=BLOCK // 2)
+    decode.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): other})
+    decode.generate("d", TEXT, params=params)
+    assert (
+        "its KV is 'test float32, blocks of 16 tokens, chunks of 64', "
+        "here it is 'test float32, blocks of 8 tokens, chunks of 64'"
+    ) in caplog_vllm.text
+    assert decode.half.shared.stats.misses == {MissReason.MANIFEST_DIFFERS: 1}
 
 
 @pytest.mark.parametrize(
@@ -190,5 +209,5 @@ def test_names_of_nodes_are_only_names(node) -> None:
     link = Link(Key(b"k" * 32), Key(bytes(32)), 0, 0, 64, tail=False)
     note = {"namespace": namespace.hex(), "tokens": 64, "last": link.key.hex(), "nodes": ["evil:80"] * 99}
     handoff = read_note({"kvstore": note}, namespace, [link])
-    assert handoff is not None and not isinstance(handoff, str)
+    assert isinstance(handoff, HandOff)
     assert len(handoff.nodes) == 16

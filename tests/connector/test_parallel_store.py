@@ -13,8 +13,7 @@ import pytest
 from connector.background import Background
 from connector.control import Grant, ReserveAsk
 from connector.metadata import LoadJob, LoadObject, SaveJob, SaveReport
-from kvstore.client import ClientConfig, Mover, NodeAddress, Staging
-from kvstore.client.opening import open_mover
+from kvstore.client import ClientConfig, Mover, NodeAddress, Staging, open_mover
 from kvstore.core import Extent, Extents, Key, Span, locate
 from kvstore.policy import PrefixLru
 from kvstore.store import Store
