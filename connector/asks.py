@@ -64,10 +64,14 @@ class Asks:
         return NOTHING
 
     def wait(self, state: RequestState, limit_s: float, reason: MissReason) -> Answer:
-        """Holds the request back, for `limit_s` in all; then the answer is "nothing", for `reason`."""
+        """Holds the request back, for `limit_s` from its question on; then the answer is "nothing", for `reason`.
+
+        Never in the pass that asked: however long a step of the engine takes, the next one looks for the answer.
+        """
         now = self._clock()
         if state.ask.wait_until_s is None:
             state.ask.wait_until_s = now + limit_s
+            return AGAIN
         return AGAIN if now < state.ask.wait_until_s else self.refuse(state, reason)
 
     def close(self, ask: Ask) -> None:
@@ -99,9 +103,13 @@ class Asks:
             ask.acquire = None
 
     def _patience(self, state: RequestState) -> tuple[float, MissReason]:
-        if state.handoff is not None:
+        if self._waits_for_commits(state):
             return self._config.handoff_wait_s + self._config.lookup_timeout_s, MissReason.PENDING_TIMEOUT
         return self._config.lookup_timeout_s, MissReason.NODE_DOWN
+
+    def _waits_for_commits(self, state: RequestState) -> bool:
+        """Once per admission: what has come by then, or has not, is not waited for again."""
+        return state.handoff is not None and state.ask.acquires == 1
 
     def _wanted(self, state: RequestState, computed: int) -> Sequence[Link] | None:
         """The links that are worth asking for, as far as is known; None: not known yet, or answered."""
@@ -143,10 +151,11 @@ class Asks:
         ask, handoff = state.ask, state.handoff
         ask.acquires += 1
         ask.asked_s = self._clock()
+        ask.wait_until_s = None  # a question of its own, with a deadline of its own
         ask.acquire = self._control.acquire(
             [link.key for link in wanted],
             LEASE_S,
-            self._config.handoff_wait_s if handoff and ask.acquires == 1 else 0.0,
+            self._config.handoff_wait_s if self._waits_for_commits(state) else 0.0,
             handoff.nodes if handoff else (),
         )
 

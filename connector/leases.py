@@ -9,6 +9,7 @@ from kvstore.core import limits
 
 LEASE_S = 30.0
 """What is asked for at a time: long beside a step of the engine, short beside what a killed engine may leave."""
+RENEW_S = LEASE_S * 2 / 3  # early: with long steps the answer is read a step later, when the lease must still hold
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,7 @@ class Leases:
 
     def remaining_s(self, lease: Lease) -> float:
         """Seconds in which the promise still holds without another renewal."""
+        self._collect(lease)
         return lease.ends_s - self._clock()
 
     def longest_s(self, lease: Lease) -> float:
@@ -50,19 +52,17 @@ class Leases:
         return lease.taken_s + limits.LEASE_S_MAX - self._clock()
 
     def tick(self) -> None:
-        """Renews what has less than half of its time left."""
+        """Renews what has less than `RENEW_S` left."""
         now = self._clock()
         for lease in self.held:
-            if lease.renewal is not None:
-                self._renewed(lease)
-            elif 0 < lease.ends_s - now < LEASE_S / 2 and self.longest_s(lease) > LEASE_S / 2:
+            due = 0 < self.remaining_s(lease) < RENEW_S and self.longest_s(lease) > LEASE_S / 2
+            if due and lease.renewal is None:
                 lease.renewal = (now, self._control.renew(lease.promise, LEASE_S))
 
-    def _renewed(self, lease: Lease) -> None:
-        assert lease.renewal is not None
-        asked_s, future = lease.renewal
-        if not future.done():
+    def _collect(self, lease: Lease) -> None:
+        """Takes the answer to a renewal, if it is there."""
+        if lease.renewal is None or not lease.renewal[1].done():
             return
-        lease.renewal = None
+        (asked_s, future), lease.renewal = lease.renewal, None
         if future.exception() is None:  # otherwise asked again, until the lease has run out
             lease.ends_s = asked_s + future.result()

@@ -31,7 +31,7 @@ class Ask:
         lease: what is promised, from link `first` on.
         computed: the local hit that was presented last; None: never asked.
         refused: the answer is "nothing" from now on; `reason` says why not more.
-        wait_until_s: when the request will not be held back any longer.
+        wait_until_s: when the request will not be held back any longer for the question under way.
     """
 
     lookup: "Future[Found] | None" = None

@@ -366,7 +366,7 @@ def test_a_lease_is_renewed_while_its_request_waits(node, answer) -> None:
     for _ in range(4):
         engine.now += 10
         engine.step()
-    assert node.calls.count("acquire") == 2  # busy's and b's: b's was not taken again
+    assert node.calls.count("acquire") == 1  # b's, which was not taken again; nothing of busy's is stored
     assert "renew" in node.calls
     engine.run()
     assert engine.tokens["b"] == answer
@@ -385,6 +385,71 @@ def test_a_lease_that_ran_out_is_taken_again(node, answer) -> None:
     engine.run()
     assert pulled(engine) == STORED
     engine.assert_nothing_left()
+
+
+def test_steps_longer_than_every_deadline_cost_no_hit(node, answer) -> None:
+    """Answers come soon, but the engine looks for them only once a step, and a step on CPU takes many seconds.
+    Mutants: one deadline for lookup and acquire; a deadline that is looked at before the answer."""
+    engine = Engine(node, lookup_timeout_s=1.0)
+    engine.control.manual = True
+    engine.submit("b", TEXT)
+    for asked in ("lookup", "acquire"):
+        assert node.calls[-1] == asked
+        assert not engine.step().num_scheduled_tokens
+        engine.control.answer(1)
+        engine.now += 1.5
+        if asked == "lookup":
+            assert not engine.step().num_scheduled_tokens
+    engine.control.manual = False
+    engine.run()
+    assert engine.tokens["b"] == answer
+    assert pulled(engine) == STORED
+    engine.assert_nothing_left()
+
+
+def test_a_lease_that_is_taken_again_has_a_deadline_of_its_own(node, answer) -> None:
+    """Mutant: the deadline of the first acquire, long past, refuses the second one at once."""
+    engine = Engine(node)
+    engine.control.manual = True
+    request = engine.submit("b", TEXT)
+    engine.control.answer()
+    ask = engine.connector.get_num_new_matched_tokens
+    for _ in range(2):
+        assert ask(request, 0) == (None, False)
+        engine.now += 2  # longer than lookup_timeout_s
+        engine.control.answer()
+        assert ask(request, 0) == (STORED, True)
+        engine.now += 28
+    assert node.calls.count("acquire") == 2
+
+
+def test_no_time_at_all_is_still_one_look(node, answer) -> None:
+    engine = Engine(node, lookup_timeout_s=0.0)
+    engine.control.manual = True
+    request = engine.submit("b", TEXT)
+    ask = engine.connector.get_num_new_matched_tokens
+    assert ask(request, 0) == (None, False)
+    assert ask(request, 0) == (0, False)
+    assert engine.half.states["b"].ask.reason is MissReason.INDEX_DOWN
+
+
+def test_a_renewal_is_taken_before_the_lease_is_judged(node, answer) -> None:
+    """The scheduler asks before the step's end looks after leases. Mutants: renewals collected there only; renewed
+    when half of the time has gone, which with steps of 14 s is too late."""
+    engine = Engine(node)
+    engine.control.manual = True
+    request = engine.submit("b", TEXT)
+    engine.control.answer()
+    ask = engine.connector.get_num_new_matched_tokens
+    assert ask(request, 0) == (None, False)
+    engine.control.answer()
+    for _ in range(5):
+        assert ask(request, 0) == (STORED, True)
+        engine.half.shared.leases.tick()
+        engine.control.answer()
+        engine.now += 14
+    assert node.calls.count("acquire") == 1
+    assert node.calls.count("renew") == 4
 
 
 # --- who asks -----------------------------------------------------------------------------------------
