@@ -3,6 +3,7 @@
 The index may be unknown (no node has told it yet), down or slow; then readers ask the nodes directly.
 """
 
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -113,8 +114,13 @@ class Directory:
 
     async def close(self) -> None:
         """Gives the index back, if it was connected here."""
-        if self._owned and self._index is not None:
-            await self._index.close()
+        if self._owned:
+            await self._close_index()
+
+    async def _close_index(self) -> None:
+        if self._index is not None:
+            with contextlib.suppress(IndexDown):  # then there is nothing left to give back
+                await self._index.close()
 
     async def _follow_url(self) -> None:
         welcome = self._peers.local.control.welcome
@@ -122,8 +128,7 @@ class Directory:
         if not url or url == self._followed_url:
             return
         self._followed_url = url
-        if self._index is not None:
-            await self._index.close()
+        await self._close_index()
         try:
             self._index = RedisIndex.connect(url, timeout_s=self._timeout_s)
             self._membership = Membership(self._index)

@@ -193,6 +193,12 @@ class Link:
             raise self.down(f"did not answer within {self.timeout_s:g} s") from error
         except (RedisError, RedisClusterException, OSError) as error:
             raise self.down(error) from error
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+        ) as error:  # something between us and Redis has an idea of its own
+            raise self.down(f"answered as no Redis does ({type(error).__name__}: {error})") from error
 
     def down(self, why: Exception | str) -> IndexDown:
         """The error that says Redis cannot be used, what that costs and what to do."""

@@ -1,6 +1,7 @@
 """What `kvstore serve` says when it is ready: where everything is, what to mind, and what to paste into vLLM."""
 
 import json
+import shlex
 from collections.abc import Iterable
 
 from kvstore import __version__
@@ -67,7 +68,7 @@ def vllm_flag(config: Config, control: str) -> str:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
-    return f"--kv-transfer-config '{json.dumps(settings, separators=(',', ':'))}'"
+    return f"--kv-transfer-config {shlex.quote(json.dumps(settings, separators=(',', ':')))}"
 
 
 def warnings_of(config: Config, arena_warnings: Iterable[str]) -> list[str]:

@@ -27,10 +27,16 @@ def first_unpromised(answers: Answers) -> int | None:
     return None
 
 
+_MAY_COME = {
+    Filling(),
+    *(Miss(reason) for reason in (MissReason.NEVER_STORED, MissReason.EVICTED, MissReason.EXPIRED)),
+}
+
+
 def worth_waiting(answers: Answers) -> bool:
-    """Whether the first unpromised key may still come: it is being written, or was never seen."""
+    """Whether the first unpromised key may still come: it is being written, or may be written (again)."""
     index = first_unpromised(answers)
-    return index is not None and answers[index] in {Filling(), Miss(MissReason.NEVER_STORED)}
+    return index is not None and answers[index] in _MAY_COME
 
 
 async def acquire_waiting(

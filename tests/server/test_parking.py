@@ -14,6 +14,7 @@ from kvstore.wire import (
     Commit,
     CommitItem,
     Done,
+    Drop,
     Filling,
     Granted,
     Hello,
@@ -163,6 +164,16 @@ async def test_without_a_wait_filling_is_an_answer(node, writer, reader) -> None
     park(reader, wait_s=0.0)
     assert await answers(reader) == (Filling(),)
     assert node.server.stats.parked_total == 0
+
+
+async def test_what_was_dropped_and_is_pushed_again_is_waited_for(node, writer, reader) -> None:
+    """A prompt that was here before: prefill computes it again. Mutant: only what was never seen is waited for."""
+    await commit(writer, await reserved(writer))
+    node.store.drop(ClientId(b"d" * 16), Drop(NAMESPACE, (KEYS[0],)))
+    park(reader)
+    await parked(node)
+    await commit(writer, await reserved(writer))
+    assert isinstance((await answers(reader))[0], Resident)
 
 
 async def test_what_cannot_come_is_not_waited_for(node, writer, reader) -> None:
