@@ -2,10 +2,10 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test soak demo bench clean
+.PHONY: help setup check test test-matrix soak demo bench clean
 
 help: ## Say what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Packages, .venv and the test model; minutes the first time, then nothing
 	@deploy/dev/setup.sh
@@ -22,6 +22,9 @@ test: setup check ## Everything that CI runs: check, then all tests, those with 
 soak: setup ## The fault tests in long rounds, an hour, the last ones as root; CI runs a few rounds of each
 	SOAK=1 $(PY) -m pytest tests/faults -s
 	$(PY) -m pytest tests/e2e -m slow -s
+
+test-matrix: setup ## Real vLLM engines of different TP and PP feed each other; half an hour
+	$(PY) -m tests.matrix.run
 
 demo: setup ## Real vLLM prefill pushes and is killed; a fresh decode engine pulls and goes on
 	@$(PY) deploy/demo/run.py
