@@ -22,8 +22,7 @@ GENERATED_TOKENS = 16
 PROMPT_TOKENS, CHUNK_TOKENS, OBJECTS = 639, 512, 2
 LOAD_TIMEOUT_S = 3.0
 LOOKUP_TIMEOUT_S = 1.0
-MARGIN_S = 0.5  # beyond its deadline and recomputing
-SLACK = 2.0  # how much longer the same computation may take on a machine that others use as well
+MARGIN_S = 0.5
 ASKS_MAX = 40  # until hits are back; each is computed whole meanwhile
 
 
@@ -104,8 +103,8 @@ class Stage:
         return asked
 
     def assert_in_time(self, asked: Asked, deadline_s: float) -> None:
-        """It came within its deadline and half a second of recomputing."""
-        assert asked.took_s < SLACK * self.baseline.took_s + deadline_s + MARGIN_S
+        """Recomputing began within the deadline and half a second."""
+        assert asked.waited_s < deadline_s + MARGIN_S
 
     def assert_hits(self, what: str) -> None:
         """Hits come back by themselves."""
@@ -169,7 +168,7 @@ def on_loopback(model: Path, repository: Path, logs: Path) -> Iterator[tuple[Sta
 class Chatter:
     """Another request that goes on generating; `gaps` are the times between its tokens: the engine's steps."""
 
-    def __init__(self, engine: Engine, tokens: int) -> None:
+    def __init__(self, engine: Engine, tokens: int = 3_000) -> None:
         self._times = [time.monotonic()]
         self._body = {
             "model": MODEL_NAME,
@@ -180,13 +179,17 @@ class Chatter:
             "stream": True,
         }
         self._url = f"{engine.url}/v1/completions"
+        self._enough = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
 
     def _listen(self) -> None:
-        with httpx.stream("POST", self._url, json=self._body, timeout=300) as reply:
+        gone = contextlib.suppress(httpx.TransportError)  # a test that fails stops the engine
+        with gone, httpx.stream("POST", self._url, json=self._body, timeout=300) as reply:
             for line in reply.iter_lines():
                 if line.startswith("data: {") and json.loads(line.removeprefix("data: "))["choices"]:
                     self._times.append(time.monotonic())
+                if self._enough.is_set():
+                    return
 
     def gaps(self, since: float, until: float) -> list[float]:
         """Seconds between tokens that came in this time."""
@@ -195,8 +198,9 @@ class Chatter:
 
     def __enter__(self) -> "Chatter":
         self._thread.start()
-        wait_until(lambda: len(self._times) > 10, 60, "tokens to come")
+        wait_until(lambda: len(self._times) > 10, 300, "tokens to come")
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._enough.set()
         self._thread.join()

@@ -15,6 +15,7 @@ from deploy.demo.node import Node
 from tests.support import free_port, wait_until
 
 PIECE_BYTES = 1 << 16
+WAITED = "vllm:request_queue_time_seconds_sum"
 MOONCAKE_PORTS = range(15_000, 17_001)
 
 
@@ -34,12 +35,14 @@ def transfer_config(control: str, **settings: object) -> str:
 class Asked:
     """An answer, and what vLLM's own counters say of the store's part in it.
 
-    `promised` tokens were given to a load; what of them is not `answer.pulled` was lost in that load.
+    `promised` tokens were given to a load; what of them is not `answer.pulled` was lost in that load. `waited_s` is
+    until vLLM began to compute: all that a store can add, however fast the machine is at the moment.
     """
 
     answer: Answer
     queried: int
     promised: int
+    waited_s: float
     took_s: float
 
     @property
@@ -50,17 +53,18 @@ class Asked:
     def __str__(self) -> str:
         answer = self.answer
         origin = f"pulled {answer.pulled}, computed {answer.computed}, local {answer.local}"
-        return f"promised {self.promised}, {origin}: {self.took_s:.2f} s"
+        return f"promised {self.promised}, {origin}: waited {self.waited_s:.2f} s, took {self.took_s:.2f} s"
 
 
 def ask(engine: Engine, prompt: str, max_tokens: int, **more: Any) -> Asked:
     """One request and nothing beside it."""
-    before = external(engine)
+    before, waited_s = external(engine), engine.metric(WAITED)
     began = time.monotonic()
     answer = engine.ask(prompt, max_tokens, **more)
     took_s = time.monotonic() - began
     after = external(engine)
-    return Asked(answer, after[0] - before[0], after[1] - before[1], took_s)
+    waited_s = engine.metric(WAITED) - waited_s
+    return Asked(answer, after[0] - before[0], after[1] - before[1], waited_s, took_s)
 
 
 def external(engine: Engine) -> tuple[int, int]:

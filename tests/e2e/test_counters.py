@@ -14,12 +14,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import pytest
 
 from deploy.demo.engine import Engine
 from deploy.demo.node import Node
+from kvstore.client import KVStore, Resident
+from kvstore.core import Key, Namespace, limits
 from tests.e2e.support import external, prompt_text, transfer_config, wait_for_nothing_held
+from tests.faults.support import ArenaWindow, extents_of
+from tests.faults.support import Engine as Reader
 from tests.support import free_port, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -40,6 +45,7 @@ class Talk:
     rng: random.Random
     prompts: list[str] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
+    asked: int = 0
     given_up: int = 0
 
     def compute_answers(self, text: str, conversations: int) -> None:
@@ -78,6 +84,7 @@ class Talk:
                 ]
                 for one in asked:
                     one.result()
+                self.asked += AT_ONCE
                 if self.rng.random() < 0.7:
                     self.engine.forget_local_prefixes()
 
@@ -125,3 +132,59 @@ def test_what_is_counted_is_the_same_everywhere_and_nothing_is_left(talk: Talk, 
     counted = talk.counted()
     asked = {name: counted[name] - before[name] for name in counted}
     assert asked["pulled"] > PULLED_SHARE_MIN * asked["queried"], "little was had from the store"
+
+
+@pytest.mark.slow
+def test_that_holds_when_bits_flip_as_well(talk: Talk, repository: Path) -> None:
+    """300 requests, of whose loads at least 50 find an object whose bytes have changed."""
+    talk.compute_answers(prompt_text(repository, "canal"), 8)
+    before = talk.counted()
+    with Flipper(talk.node, talk.rng) as flipper:
+        while talk.asked < 300 or flipper.found() < 50:
+            assert talk.asked < 1_200, f"only {flipper.found()} loads were disturbed"
+            flipper.flip(3)
+            talk.ask_many(AT_ONCE)
+        wait_for_nothing_held(talk.node, 60)
+        print(f"{talk.asked} requests; {flipper.found()} flipped objects found by loads")
+    talk.assert_counters_agree()
+    counted = talk.counted()
+    assert counted["pulled"] < counted["promised"], "no load was disturbed"
+    asked = {name: counted[name] - before[name] for name in counted}
+    assert asked["pulled"] > PULLED_SHARE_MIN * asked["queried"], "little was had from the store"
+
+
+class Flipper:
+    """Changes bits in the memory of a node, behind the first object of a chain."""
+
+    def __init__(self, node: Node, rng: random.Random) -> None:
+        self._node = node
+        self._rng = rng
+        name = node.objects()[0]["namespace"]
+        with KVStore(node.control) as store:
+            manifest = store.manifest(Namespace(bytes.fromhex(name)))
+        assert manifest is not None
+        self._reader = Reader(node.control, manifest)
+        self._arena = ArenaWindow(node, limits.MIB)
+
+    def flip(self, objects: int) -> None:
+        """One bit in each of so many objects, wherever they are."""
+        behind = [view for view in self._node.objects() if view["depth"] > 0]
+        for view in self._rng.sample(behind, min(objects, len(behind))):
+            promise = self._reader.acquire([Key(bytes.fromhex(view["key"]))])
+            for copy in promise.copies:
+                assert isinstance(copy.answer, Resident)
+                at = self._rng.randrange(copy.answer.size_bytes)
+                self._arena.flip(extents_of(copy.answer.extents), at)
+            self._reader.release(promise)
+
+    def found(self) -> int:
+        """Objects that the node has dropped, because a load had found them changed."""
+        return int(self._node.gauge("kvstore_checksum_failures_total"))
+
+    def __enter__(self) -> Self:
+        self._reader.__enter__()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self._reader.__exit__(*ended)
+        self._arena.__exit__(*ended)

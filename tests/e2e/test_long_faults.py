@@ -23,7 +23,7 @@ def test_a_store_that_is_frozen_for_20_s(model_path: Path, repository: Path, tmp
         stage.start_node()
         stage.node.wait_ready()
         stage.assert_hits("start")
-        with Chatter(stage.engine, 600) as chatter:
+        with Chatter(stage.engine) as chatter:
             began = time.monotonic()
             stage.ask("not frozen")
             normal = chatter.gaps(began - 1, time.monotonic())
