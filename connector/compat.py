@@ -50,6 +50,8 @@ __all__ = [
     "is_mla",
     "layer_specs",
     "model_facts",
+    "pool_has_cached",
+    "pool_is_unused",
     "register_connector",
     "tensor_data",
     "total_kv_heads",
@@ -93,6 +95,16 @@ def block_size_of(kv_cache_config: Any) -> int:
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
+def pool_is_unused(pool: Any) -> bool:
+    """Whether nobody holds a block of the pool; vLLM itself holds the null block for ever."""
+    return int(pool.get_num_free_blocks()) == int(pool.num_gpu_blocks) - 1
+
+
+def pool_has_cached(pool: Any) -> bool:
+    """Whether a request could hit a block of the pool."""
+    return any(block.block_hash is not None for block in pool.blocks)
+
+
 def was_aborted(request: Any) -> bool:
     """Whether a finished request ended early: its client left, it was refused, or it failed."""
     early = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
@@ -107,6 +119,7 @@ def unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> str | None:
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     refusals = (
+        (not groups, "a model without attention"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (_has_draft_kv(vllm_config.speculative_config), "a draft model with a KV cache of its own"),

@@ -69,6 +69,11 @@ class RequestState:
     no_load: MissReason | None = None
     offered: int = 0
 
+    def void(self, epoch: int) -> None:
+        """Its KV is of different weights in part, from now on: it is never saved, and nothing is loaded for it."""
+        self.ask, self.handoff, self.offered = Ask(), None, 0
+        self.links, self.epoch, self.no_load = (), epoch, MissReason.MANIFEST_DIFFERS
+
     @property
     def request_id(self) -> str:
         """vLLM's name of the request."""

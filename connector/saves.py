@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from connector.compat import pool_has_cached, pool_is_unused
 from connector.control import Grant, NotGranted, ReserveAsk
 from connector.keys import Link
 from connector.metadata import SaveJob, SaveObject, SaveReport
@@ -32,7 +33,7 @@ LATE_S = 5.0  # behind the end of its reservation no rank is waited for: each of
 
 @dataclass(slots=True)
 class _Item:
-    """A link on its way, and the blocks that it holds references on."""
+    """A link on its way, and the blocks that it holds references on; none once it has ended."""
 
     link: Link
     blocks: tuple[int, ...]
@@ -41,12 +42,15 @@ class _Item:
 
 @dataclass(slots=True)
 class _Batch:
-    """The offers of one step; `ends_s` is when their reservation ends at the latest."""
+    """The offers of one step; `ends_s` is when their reservation ends at the latest.
+
+    `given_up`: what is granted yet goes back.
+    """
 
     items: list[_Item]
     answers: "Future[Sequence[Grant | NotGranted]]"
     ends_s: float
-    epoch: int
+    given_up: bool = False
 
 
 @dataclass(slots=True)
@@ -56,7 +60,6 @@ class _Save:
     node: NodeAddress
     items: list[tuple[_Item, Grant]]
     ends_s: float
-    epoch: int
     reports: list[SaveReport] = field(default_factory=list)
 
 
@@ -99,6 +102,16 @@ class Saves:
     def bind(self, pool: Any) -> None:
         """The engine's block pool."""
         self._pool = pool
+
+    def leave_no_block(self, cause: str) -> bool:
+        """Gives everything up; whether the pool then holds no KV any more, used or cached.
+
+        vLLM has tried to empty it before it asks us, in vain where references of ours were in its way.
+        """
+        self.give_up_all(cause)
+        if pool_is_unused(self._pool):
+            self._pool.reset_prefix_cache()
+        return pool_is_unused(self._pool) and not pool_has_cached(self._pool)
 
     # --- planning -------------------------------------------------------------------------------------
 
@@ -156,9 +169,10 @@ class Saves:
         return True
 
     def _let_go(self, item: _Item, *, stored_at: str | None = None) -> None:
-        """Ends an item: gives its references back."""
+        """Ends an item: gives its references back, once."""
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(item.blocks)])
         self._pinned -= len(item.blocks)
+        item.blocks = ()
         self._offered.pop(item.link.key, None)
         if stored_at is not None:
             self._known.add(item.link.key, stored_at)
@@ -169,11 +183,8 @@ class Saves:
         ]
         self._stats.offered_objects += len(items)
         ends_s = self._clock() + self._config.save_timeout_s
-        self._batches.append(
-            _Batch(
-                items, self._control.reserve(asks, self._config.save_timeout_s), ends_s, self._shared.epoch
-            )
-        )
+        answers = self._control.reserve(asks, self._config.save_timeout_s)
+        self._batches.append(_Batch(items, answers, ends_s))
 
     # --- granted --------------------------------------------------------------------------------------
 
@@ -185,6 +196,8 @@ class Saves:
 
     def _granted(self, batch: _Batch) -> Iterator[SaveJob]:
         if batch.answers.exception() is not None:
+            if batch.given_up:
+                return
             self._stats.drop("no node answered the reservation", len(batch.items))
             for item in batch.items:
                 self._let_go(item)
@@ -194,28 +207,29 @@ class Saves:
             if isinstance(answer, Grant):
                 by_node.setdefault((answer.node.node, answer.node.boot), []).append((item, answer))
             else:
-                self._not_granted(item, answer)
+                self._not_granted(item, answer, given_up=batch.given_up)
         for granted in by_node.values():
             if (job := self._start(granted, batch)) is not None:
                 yield job
 
-    def _not_granted(self, item: _Item, answer: NotGranted) -> None:
+    def _not_granted(self, item: _Item, answer: NotGranted, *, given_up: bool) -> None:
         node = answer.node.node.hex() if answer.node is not None else ""
         self._let_go(item, stored_at=node if answer.stored else None)
-        if not answer.stored:
+        if not answer.stored and not given_up:
             self._stats.drop(f"refused: {answer.reason}" if answer.reason else "another engine is saving it")
 
     def _start(self, granted: list[tuple[_Item, Grant]], batch: _Batch) -> SaveJob | None:
         node = granted[0][1].node
         deadline_s = batch.ends_s - self._clock() - MARGIN_S
-        if deadline_s <= 0 or batch.epoch != self._shared.epoch:
+        if deadline_s <= 0 or batch.given_up:
             self._control.abort([grant for _, grant in granted], quiet=True)
-            self._stats.drop("the reservation ran out before it could be used", len(granted))
+            if not batch.given_up:
+                self._stats.drop("the reservation ran out before it could be used", len(granted))
             for item, _ in granted:
                 self._let_go(item)
             return None
         job, self._next_job = self._next_job, self._next_job + 1
-        self._jobs[job] = _Save(node, granted, batch.ends_s, batch.epoch)
+        self._jobs[job] = _Save(node, granted, batch.ends_s)
         for item, _ in granted:
             self._offered[item.link.key] = node.node.hex()
         objects = tuple(
@@ -243,7 +257,7 @@ class Saves:
         aborts: list[Grant] = []
         for position, (item, grant) in enumerate(save.items):
             table = self._table(save, position)
-            if table is None or save.epoch != self._shared.epoch:
+            if table is None:
                 aborts.append(grant)
             else:
                 commits.append((grant, table))
@@ -279,7 +293,7 @@ class Saves:
         """Takes the answers to commits, and gives up on ranks that do not report."""
         now = self._clock()
         for job in [job for job, save in self._jobs.items() if now > save.ends_s + LATE_S]:
-            self._give_up(self._jobs.pop(job))
+            self._give_up(self._jobs.pop(job), "a worker did not report in time")
         for commit in [c for c in self._commits if c.answers.done()]:
             self._commits.remove(commit)
             answers = (
@@ -293,10 +307,21 @@ class Saves:
                 else:
                     self._stats.drop("its commit was not accepted or not answered")
 
-    def _give_up(self, save: _Save) -> None:
-        """A rank's report is missing. It may still read these blocks, for bytes that nobody will commit."""
+    def give_up_all(self, cause: str) -> None:
+        """Ends everything that is not at its commit; all references go at once."""
+        for job in list(self._jobs):
+            self._give_up(self._jobs.pop(job), cause)
+        for batch in self._batches:
+            if not batch.given_up:
+                batch.given_up = True
+                self._stats.drop(cause, len(batch.items))
+                for item in batch.items:
+                    self._let_go(item)
+
+    def _give_up(self, save: _Save, cause: str) -> None:
+        """Ranks may still read these blocks, for bytes that nobody will commit."""
         self._control.abort([grant for _, grant in save.items], quiet=False)
-        self._stats.drop("a worker did not report in time", len(save.items))
+        self._stats.drop(cause, len(save.items))
         for item, _ in save.items:
             self._let_go(item)
 
@@ -324,7 +349,7 @@ class Saves:
         """The node of each link under way: empty where that is open, None where nobody took it."""
         placed: dict[Key, str | None] = dict(self._offered)
         for batch in self._batches:
-            if not batch.answers.done():
+            if batch.given_up or not batch.answers.done():
                 continue
             answers = (
                 batch.answers.result() if batch.answers.exception() is None else [None] * len(batch.items)

@@ -29,6 +29,8 @@ from kvstore.core import BadConfiguration, MissReason, Namespace
 
 log = logger(__name__)
 
+_BREAKER_OPEN = "internal errors have switched the store off"
+
 
 class SchedulerHalf:
     """Answers the scheduler's hooks. Used by one thread.
@@ -53,7 +55,8 @@ class SchedulerHalf:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.breaker = breaker
-        block_tokens = block_size_of(kv_cache_config)
+        unsupported = unsupported_engine(vllm_config, kv_cache_config)
+        block_tokens = 1 if unsupported else block_size_of(kv_cache_config)
         if config.chunk_tokens % block_tokens:
             raise BadConfiguration(
                 f"chunk_tokens {config.chunk_tokens} is not a multiple of the engine's block size {block_tokens}"
@@ -66,8 +69,9 @@ class SchedulerHalf:
         self.saves = Saves(self.shared)
         self.states: dict[str, RequestState] = {}
         self._adapters = AdapterDigests()
-        if reason := unsupported_engine(vllm_config, kv_cache_config):
-            self.session.refuse(reason)
+        self._old_blocks = False  # the engine may have KV of other weights in blocks that requests can hit
+        if unsupported is not None:
+            self.session.refuse(unsupported)
 
     # --- requests come and go -------------------------------------------------------------------------
 
@@ -76,7 +80,7 @@ class SchedulerHalf:
         if request.resumable:  # its prompt grows while it runs: not a prompt that others could have
             return
         state = self.states[request.request_id] = RequestState(request)
-        if self.session.unsupported is not None or self.breaker.open:
+        if self.session.unsupported is not None or self.breaker.open or self._old_blocks:
             return
         if request.lora_request is not None:
             digest = functools.partial(self._adapters.digest, request.lora_request)
@@ -160,6 +164,8 @@ class SchedulerHalf:
             return MissReason.LAYOUT_UNSUPPORTED
         if self.breaker.open:
             return MissReason.BREAKER_OPEN
+        if self._old_blocks:
+            return MissReason.MANIFEST_DIFFERS
         if state.load is not None:  # the scheduler says that it has ended, the reports are still on their way
             return MissReason.LOAD_FAILED_BEFORE
         return state.no_load
@@ -193,6 +199,8 @@ class SchedulerHalf:
 
     @harmless(lambda: None)
     def _tick(self) -> None:
+        if self.breaker.open:
+            self.saves.give_up_all(_BREAKER_OPEN)
         self.session.tick()
         self.shared.leases.tick()
         self.loads.tick()
@@ -206,7 +214,8 @@ class SchedulerHalf:
 
     @harmless(lambda: None)
     def _plan_saves(self, scheduler_output: Any) -> None:
-        if not self.shared.config.save or self.breaker.open or self.session.manifest is None:
+        idle = not self.shared.config.save or self.breaker.open or self._old_blocks
+        if idle or self.session.manifest is None:
             return
         self.saves.geometry = self.session.manifest.geometry
         for request_id in scheduler_output.num_scheduled_tokens:
@@ -234,7 +243,10 @@ class SchedulerHalf:
 
     def has_pending_push_work(self) -> bool:
         """Whether an engine without requests must go on stepping, so that saves come to their end."""
-        return self.saves.pending and not self.breaker.open
+        if self.breaker.open:  # no step may come that would end them, and their blocks must not stay taken
+            self.saves.give_up_all(_BREAKER_OPEN)
+            return False
+        return self.saves.pending
 
     # --- the engine's life ----------------------------------------------------------------------------
 
@@ -247,12 +259,24 @@ class SchedulerHalf:
         self.session.shake_hands(metadata)
 
     def reset_cache(self) -> bool:
-        """Nothing that was stored so far is valid for this engine any more; others keep it."""
+        """Nothing that was stored so far is valid for this engine any more; others keep it.
+
+        vLLM has tried to empty its block pool just before. Where it could not, requests go on to hit blocks of the
+        old weights: False, and nothing is saved or loaded until a reset finds the pool empty.
+        """
+        self._old_blocks = True  # unless everything below succeeds
         self.session.reset()
         for state in self.states.values():
             self.asks.close(state.ask)
-            state.ask = Ask()
-        return True
+            state.void(self.shared.epoch)
+        empty = self.saves.leave_no_block("the engine's cache was reset")
+        if not empty and self.session.unsupported is None:
+            log.warning(
+                "the reset left KV blocks of running requests: this engine neither saves nor loads KV until its "
+                "cache is reset while no request runs"
+            )
+        self._old_blocks = not empty
+        return empty or self.session.unsupported is not None
 
     def shutdown(self) -> None:
         """Ends the conversation with the store. What was being written there ends by itself."""

@@ -21,6 +21,8 @@ from kvstore.core import BadConfiguration, Manifest, Namespace
 
 log = logger(__name__)
 
+_OF_A_RESET = "reset:"  # what the identity of weights begins with that came by a reset
+
 
 class Session:
     """The engine's namespace. `unsupported` is why there will be none, as half a sentence."""
@@ -90,15 +92,22 @@ class Session:
         """The weights have changed under the engine: a fresh namespace, shared with nobody."""
         self._shared.epoch += 1
         self._shared.known.clear()
+        weights = _OF_A_RESET + secrets.token_hex(16)
         if self.manifest is not None:
-            self._open(msgspec.structs.replace(self.manifest, weights=f"reset:{secrets.token_hex(16)}"))
+            self._open(msgspec.structs.replace(self.manifest, weights=weights))
         else:  # not known yet: what is read from files now is not what the engine computes with
             self._weights = Future()
-            self._weights.set_result(f"reset:{secrets.token_hex(16)}")
+            self._weights.set_result(weights)
 
     def _open(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.namespace = manifest.namespace
         self._shared.control.open(manifest)
-        log.info("KV is shared with engines of namespace %s", self.namespace.hex()[:16])
+        if manifest.weights.startswith(_OF_A_RESET):
+            log.info(
+                "after the reset KV is stored in namespace %s, for this engine alone",
+                self.namespace.hex()[:16],
+            )
+        else:
+            log.info("KV is shared with engines of namespace %s", self.namespace.hex()[:16])
         log.debug("its manifest: %s", manifest.encode().decode())

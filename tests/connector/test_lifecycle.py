@@ -14,11 +14,22 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Slid
 
 import connector
 from connector.compat import unsupported_engine, unsupported_version
+from connector.config import read_config
 from connector.connector import KVStoreConnector
 from connector.guard import ERRORS_MAX, WINDOW_S, Breaker
 from connector.metadata import Handshake, Jobs, Layer
+from connector.scheduler import SchedulerHalf
 from kvstore.core import BadConfiguration, MissReason
-from tests.connector.support import BLOCK, CHUNK, HANDSHAKE, Engine, Node, kv_cache_config, prompt
+from tests.connector.support import (
+    BLOCK,
+    CHUNK,
+    HANDSHAKE,
+    Engine,
+    FakeControl,
+    Node,
+    kv_cache_config,
+    prompt,
+)
 
 TEXT = prompt(1, 3 * CHUNK + 2 * BLOCK + 5)
 
@@ -152,6 +163,29 @@ def test_engines_that_are_not_understood(node, change, reason) -> None:
     assert reason in str(unsupported_engine(engine.config, engine.kv_cache_config))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "reason"), [((), "a model without attention"), ((40, 16), "a model with 2 KV cache groups")]
+)
+def test_a_model_that_is_not_understood_does_not_stop_the_engine(node, sizes, reason, caplog_vllm) -> None:
+    """Mutant: chunk_tokens is compared with the block size of its first group, which is none of ours or not there."""
+    groups = [KVCacheGroupSpec([f"layer{size}"], replace(full(), block_size=size)) for size in sizes]
+    config = replace(kv_cache_config(10), kv_cache_groups=groups)
+    control = FakeControl(node)
+    half = SchedulerHalf(Engine(node).config, config, read_config({}), control, Breaker(lambda: 0.0))
+    assert half.session.unsupported is not None
+    assert caplog_vllm.text.count(reason) == 1
+    assert node.calls == []
+
+
+def test_a_reset_says_that_nobody_shares_the_new_namespace(node, caplog_vllm) -> None:
+    caplog_vllm.set_level("INFO", "vllm")
+    engine = Engine(node)
+    assert caplog_vllm.text.count("KV is shared with engines of namespace") == 1
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert caplog_vllm.text.count("KV is shared with engines of namespace") == 1
+    assert "after the reset KV is stored in namespace" in caplog_vllm.text
+
+
 @pytest.mark.parametrize("why", ["worker", "engine", "ranks"])
 def test_what_is_not_understood_is_neither_saved_nor_loaded_and_said_once(
     node, answer, why, monkeypatch, caplog_vllm
@@ -261,7 +295,7 @@ def test_the_breaker_opens_after_several_errors_in_a_short_time() -> None:
     assert breaker.errors == {"hook: ValueError": 4 * ERRORS_MAX}
 
 
-def test_with_an_open_breaker_nothing_is_begun_and_what_is_under_way_ends(node, answer) -> None:
+def test_with_an_open_breaker_nothing_is_begun_and_saves_under_way_are_given_up(node, answer) -> None:
     engine = Engine(node)
     engine.worker.hold_saves = True
     engine.submit("a", prompt(2, 2 * CHUNK), max_tokens=20)
@@ -272,12 +306,29 @@ def test_with_an_open_breaker_nothing_is_begun_and_what_is_under_way_ends(node, 
     node.calls.clear()
     engine.submit("b", TEXT, max_tokens=20)
     engine.step()
+    assert engine.half.saves.pinned_blocks == 0
     engine.worker.hold_saves = False
     engine.run()
     assert engine.tokens["b"][:2] == answer
     assert engine.half.shared.stats.misses[MissReason.BREAKER_OPEN] == 1
-    assert set(node.calls) <= {"commit"}
+    assert set(node.calls) == {"abort quiet=False"}
     engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_an_idle_engine_whose_breaker_opens_keeps_no_block(node, granted) -> None:
+    """It makes no further step in which a save could end. Mutant: it goes to sleep with its references."""
+    engine = Engine(node)
+    engine.worker.hold_saves = True
+    engine.control.manual = not granted
+    engine.submit("a", TEXT, max_tokens=1, skip_reading_prefix_cache=True)
+    for _ in range(4):
+        engine.step()
+    assert engine.half.saves.pinned_blocks and not engine.scheduler.requests
+    engine.half.breaker.open = True
+    assert not engine.scheduler.has_requests()
+    assert engine.half.saves.pinned_blocks == 0
+    assert engine.scheduler.reset_prefix_cache()
 
 
 def test_an_error_is_one_line_and_said_once(caplog_vllm) -> None:

@@ -242,7 +242,7 @@ def test_a_table_with_a_run_missing_is_never_committed(node, monkeypatch) -> Non
 
 
 def test_a_reservation_that_is_answered_too_late_is_given_back(node) -> None:
-    engine = Engine(node)
+    engine = Engine(node, save_timeout_s=30.0)
     engine.control.manual = True
     engine.submit("a", TEXT, max_tokens=30, skip_reading_prefix_cache=True)
     engine.step()
@@ -307,4 +307,96 @@ def test_a_reservation_of_old_weights_is_given_back(node) -> None:
     engine.control.manual = False
     engine.run()
     assert "abort quiet=True" in node.calls
+    engine.assert_nothing_left()
+
+
+def computed(engine: Engine, name: str) -> int:
+    """Prompt tokens of TEXT that the model computes."""
+    engine.submit(name, TEXT, max_tokens=1)
+    total = 0
+    while engine.scheduler.has_requests():
+        total += sum(engine.step().num_scheduled_tokens.values())
+    return total
+
+
+def test_references_of_saves_do_not_keep_old_weights_alive_through_a_reset(node) -> None:
+    """vLLM cannot empty its pool while saves hold blocks, and asks the connector afterwards. Mutant: references stay.
+    Then the next request hits blocks of the old weights and offers them in the new namespace."""
+    engine = Engine(node)
+    engine.worker.hold_saves = True
+    engine.submit("a", TEXT, max_tokens=1)
+    for _ in range(4):
+        engine.step()
+    assert engine.half.saves.pinned_blocks and not engine.scheduler.requests
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.half.saves.pinned_blocks == 0
+    engine.worker.hold_saves = False
+    assert computed(engine, "b") == len(TEXT), "it has hit blocks of the old weights"
+    engine.run()
+    assert len(node.objects) == 4
+    assert engine.half.shared.stats.dropped == {"the engine's cache was reset": 4}
+    engine.assert_nothing_left()
+
+
+def test_a_grant_that_comes_after_the_reset_goes_back(node) -> None:
+    engine = Engine(node)
+    engine.control.manual = True
+    engine.submit("a", TEXT, max_tokens=1, skip_reading_prefix_cache=True)
+    engine.step()
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.half.saves.pinned_blocks == 0 and engine.half.saves.pending
+    engine.control.manual = False
+    engine.control.answer()
+    engine.run()
+    assert node.calls.count("abort quiet=True") == 1 and not node.reserved
+    engine.assert_nothing_left()
+
+
+def test_a_reset_amid_a_prompt_saves_nothing_until_a_reset_finds_the_pool_empty(node) -> None:
+    """Mutants: the running request's links are computed anew in the new namespace and offered from the first on;
+    later requests, which hit its old blocks, are offered."""
+    engine = Engine(node, max_batched=CHUNK)
+    engine.submit("a", TEXT, skip_reading_prefix_cache=True)
+    engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.run()
+    node.objects.clear()
+    node.calls.clear()
+    engine.generate("b", TEXT)
+    assert engine.half.shared.stats.misses == {MissReason.MANIFEST_DIFFERS: 1}
+    assert node.calls == [] and not node.objects
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert computed(engine, "c") == len(TEXT)
+    engine.run()
+    assert len(node.objects) == 4
+    engine.assert_nothing_left()
+
+
+def test_what_a_reset_preempts_is_not_saved_and_what_comes_later_is(node) -> None:
+    engine = Engine(node, max_batched=CHUNK)
+    engine.submit("a", TEXT, max_tokens=4)
+    engine.step()
+    engine.half.saves.give_up_all("so that vLLM can empty its pool")
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    node.objects.clear()
+    engine.run()
+    assert not node.objects
+    engine.generate("b", TEXT)
+    assert len(node.objects) == 4
+    engine.assert_nothing_left()
+
+
+def test_a_load_under_way_at_a_reset_is_of_the_old_weights_and_is_not_saved(node) -> None:
+    Engine(node).generate("first", TEXT)
+    engine = Engine(node)
+    engine.worker.hold_loads = True
+    engine.submit("a", TEXT)
+    engine.step()
+    assert engine.half.loads.under_way == 1
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.worker.hold_loads = False
+    node.calls.clear()
+    engine.run()
+    assert "reserve" not in node.calls
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.assert_nothing_left()
