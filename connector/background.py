@@ -10,6 +10,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+import msgspec
+
 from connector.compat import logger
 from connector.control import Found, Grant, NotGranted, Promise, Promised, ReportLine, ReserveAsk
 from kvstore.client import (
@@ -109,7 +111,8 @@ class Background:
         if surplus := tuple(copy.key for copy in promise.copies[resident:]):
             self._tell(self._client.release(promise, surplus))
         reason = MissReason.PROMOTE_DEADLINE if surplus else promise.reason
-        return Promise(tuple(_promised(copy) for copy in promise.copies[:resident]), reason, promise)
+        kept = msgspec.structs.replace(promise, copies=promise.copies[:resident])
+        return Promise(tuple(_promised(copy) for copy in kept.copies), reason, kept)
 
     def abandon(self, future: "Future[Promise]") -> None:
         """See `Control.abandon`. The client gives back what a cancelled call had taken."""

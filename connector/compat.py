@@ -1,18 +1,16 @@
-"""Every import of vLLM that the connector makes, and what it must know of vLLM's versions.
+"""Every import of vLLM that the connector makes, but the factory's at registration.
 
 Importing this file does no work and loads nothing that vLLM has not loaded before it looks for a connector,
-because API servers import it too. A version that was not read and tested is refused with one line: the
-engine then serves as if there were no store. vLLM is untyped here (its types cost minutes to check).
+because API servers import it too. A version that was not read and tested (`connector.versions`) is refused with
+one line: the engine then serves as if there were no store. vLLM is untyped here (its types cost minutes to check).
 """
 
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -33,7 +31,6 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.utils import tensor_data
 
 __all__ = [
-    "VERSIONS",
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
@@ -52,42 +49,19 @@ __all__ = [
     "model_facts",
     "pool_has_cached",
     "pool_is_unused",
-    "register_connector",
     "tensor_data",
     "total_kv_heads",
     "unsupported_engine",
     "unsupported_spec",
-    "unsupported_version",
     "uses_mla",
     "was_aborted",
     "worker_rank",
 ]
 
-VERSIONS = ("0.32.",)
-"""Prefixes of the versions of vLLM whose connector API this connector was written and tested for."""
-
-
-def unsupported_version(installed: str | None = None) -> str | None:
-    """Why this vLLM cannot be served, or None. `installed` defaults to the version that is installed."""
-    found = installed or version("vllm")
-    if found.startswith(VERSIONS):
-        return None
-    known = ", ".join(f"{prefix}x" for prefix in VERSIONS)
-    return f"this connector knows vLLM {known}, not {found}; install a matching kvstore or vLLM"
-
 
 def logger(name: str) -> logging.Logger:
     """A logger whose lines appear in vLLM's log, in vLLM's format, under vLLM's level."""
     return logging.getLogger(f"vllm.{name}")
-
-
-def register_connector(name: str, module_path: str) -> bool:
-    """Makes the connector known under its own name. False: it was known already, which is no error."""
-    try:
-        KVConnectorFactory.register_connector(name, module_path, name)
-    except ValueError:  # vLLM loads its plugins once per process, but not always only once
-        return False
-    return True
 
 
 def block_size_of(kv_cache_config: Any) -> int:

@@ -18,12 +18,12 @@ from connector.compat import (
     KVConnectorTransferResults,
     SupportsHMA,
     logger,
-    unsupported_version,
     uses_mla,
 )
 from connector.config import Config, read_config
 from connector.guard import Breaker, harmless
 from connector.metadata import Handshake, Jobs, Reports
+from connector.versions import unsupported_version
 
 log = logger(__name__)
 

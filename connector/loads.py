@@ -43,6 +43,7 @@ class Loads:
         self._control = shared.control
         self._config = shared.config
         self._leases = shared.leases
+        self._known = shared.known
         self._clock = shared.clock
         self._stats = shared.stats
         self._block_tokens = shared.block_tokens
@@ -146,6 +147,7 @@ class Loads:
         failed = valid < len(load.objects) or not load.objects
         if failed:
             load.state.no_load = MissReason.LOAD_FAILED_BEFORE
+            self._known.forget(link.key for link in load.links[valid:])  # computed now, and offered again
         if load.lease is not None:
             for position in {r.suspect for r in load.reports if r.suspect is not None}:
                 self._control.suspect(load.lease.promise, load.objects[position].key)

@@ -9,8 +9,9 @@ import pytest
 
 from connector.background import Background
 from connector.control import Grant, NotGranted, ReserveAsk
-from kvstore.client import ClientConfig
+from kvstore.client import ClientConfig, Copy, OnDisk, Promise, Resident
 from kvstore.core import Key, Manifest, MissReason
+from kvstore.wire import LeaseId
 from tests.connector.support import BLOCK, CHUNK, Engine, Node, prompt
 from tests.support import Process, wait_until
 from tests.support.node import RunningNode, node_command, running_node
@@ -155,6 +156,37 @@ def test_nobody_there_is_an_answer() -> None:
     answers = control.reserve(asks(6), 30.0).result(WAIT_S)
     assert not any(isinstance(answer, Grant) for answer in answers)
     control.close()
+    control.close()
+
+
+def test_what_is_not_in_dram_in_time_is_given_back_and_not_renewed(monkeypatch) -> None:
+    """Mutant: the promise goes on naming it, and its node, which knows the lease no more, ends all of it with 0."""
+    control = Background(ClientConfig(node="127.0.0.1:9", request_timeout_s=0.5))
+    control.open(MANIFEST)
+    keys = [ask.key for ask in asks(7)]
+    answers = [Resident(bytes(8), (), 64, bytes(8)), OnDisk(bytes(8), 64, 1.0)]
+    copies = tuple(
+        Copy(key, Node(number).address, LeaseId(bytes([number])), answer)
+        for number, (key, answer) in enumerate(zip(keys, answers, strict=True), 1)
+    )
+    seen = []
+
+    async def acquire(*_, **__):
+        return Promise(MANIFEST.namespace, copies, 0.0, None)
+
+    async def release(promise, given_back=()):
+        seen.append(("release", tuple(given_back)))
+
+    async def renew(promise, _):
+        seen.append(("renew", tuple(copy.key for copy in promise.copies)))
+        return 30.0
+
+    for method in (acquire, release, renew):
+        monkeypatch.setattr(control._client, method.__name__, method)
+    promise = control.acquire(keys, 30.0, 0.0, ()).result(WAIT_S)
+    assert promise.reason is MissReason.PROMOTE_DEADLINE
+    control.renew(promise, 30.0).result(WAIT_S)
+    assert seen == [("release", (keys[1],)), ("renew", (keys[0],))]
     control.close()
 
 

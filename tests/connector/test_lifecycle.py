@@ -2,6 +2,7 @@
 
 import inspect
 import random
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,12 +14,13 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 import connector
-from connector.compat import unsupported_engine, unsupported_version
+from connector.compat import unsupported_engine
 from connector.config import read_config
 from connector.connector import KVStoreConnector
 from connector.guard import ERRORS_MAX, WINDOW_S, Breaker
 from connector.metadata import Handshake, Jobs, Layer
 from connector.scheduler import SchedulerHalf
+from connector.versions import unsupported_version
 from kvstore.core import BadConfiguration, MissReason
 from tests.connector.support import (
     BLOCK,
@@ -57,6 +59,26 @@ def test_vllm_finds_it_by_module_path_and_by_name() -> None:
     by_name = KVTransferConfig(kv_connector="KVStoreConnector", kv_role="kv_both")
     assert KVConnectorFactory.get_connector_class(by_name) is KVStoreConnector
     assert KVConnectorFactory.get_connector_class_by_name("KVStoreConnector") is KVStoreConnector
+
+
+def test_it_is_registered_without_looking_at_the_rest_of_vllm(monkeypatch, caplog_vllm) -> None:
+    """Every process of vLLM calls this. Mutant: names that another version lacks are imported here."""
+    for module in ("connector.compat", "connector.connector"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(KVConnectorFactory._registry, "KVStoreConnector", raising=False)
+    connector.register()
+    assert "KVStoreConnector" in KVConnectorFactory._registry
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.factory", None)
+    connector.register()
+    lines = [record.getMessage() for record in caplog_vllm.records]
+    assert len([line for line in lines if "KVStoreConnector cannot be registered: " in line]) == 1
+
+
+def test_a_version_that_lacks_what_is_needed_is_said_in_one_line(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "connector.connector", None)
+    monkeypatch.setattr("connector.unsupported_version", lambda: "this connector knows vLLM 0.32.x, not 9")
+    with pytest.raises(ImportError, match=r"this connector knows vLLM 0.32.x, not 9 \(.*connector.connector"):
+        connector.KVStoreConnector  # noqa: B018 - imported when it is looked at
 
 
 def test_it_is_what_vllm_takes() -> None:

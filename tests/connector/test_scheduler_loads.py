@@ -259,6 +259,23 @@ def test_a_load_that_fails_in_part_keeps_its_valid_prefix(node, answer) -> None:
     engine.assert_nothing_left()
 
 
+def test_what_could_not_be_loaded_is_offered_again(node, answer) -> None:
+    """Mutant: the promise has made it known as stored, so for a minute nobody puts it back."""
+    engine = Engine(node)
+    engine.worker.fail_load_at = 1
+    engine.worker.hold_loads = True
+    engine.submit("b", TEXT)
+    engine.step()
+    for key in list(node.objects)[1:]:
+        del node.objects[key]
+    engine.worker.hold_loads = False
+    engine.run()
+    assert engine.tokens["b"] == answer
+    assert len(node.objects) == 4
+    assert engine.half.shared.stats.committed_objects == 3
+    engine.assert_nothing_left()
+
+
 def test_bytes_that_do_not_match_are_computed_and_suspected(node, answer) -> None:
     engine = Engine(node)
     key = list(node.objects)[1]
