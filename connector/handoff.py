@@ -29,13 +29,15 @@ class Ignored(NamedTuple):
 class _Note(msgspec.Struct, forbid_unknown_fields=True):
     """The first `tokens` of the prompt, which end with the key `last`, are at `nodes` or on their way there.
 
-    `format` is for people: it says what differs if the namespace does.
+    `whole` is the key of the last whole chunk among them: an engine of another block size has no tail that ends with
+    `last`. `format` is for people: it says what differs if the namespace does.
     """
 
     namespace: str
     tokens: int
     last: str
     nodes: list[str]
+    whole: str = ""
     format: str = ""
 
 
@@ -49,11 +51,13 @@ def write_note(manifest: Manifest, links: Sequence[Link], nodes: Sequence[str]) 
     """The parameters for a decode engine; `links` are the first of the prompt that are stored or under way."""
     if not links:
         return None
+    whole = next((link.key.hex() for link in reversed(links) if not link.tail), "")
     note = _Note(
         manifest.namespace.hex(),
         links[-1].stop,
         links[-1].key.hex(),
         list(nodes[:NODES_MAX]),
+        whole,
         describe_format(manifest),
     )
     return {NAME: msgspec.to_builtins(note)}
@@ -78,6 +82,8 @@ def read_note(
             f"it comes from another namespace: {note.namespace[:16]!r}, not {namespace.hex()[:16]!r} as here"
         )
         return Ignored("namespace", f"{line}; {what}", MissReason.MANIFEST_DIFFERS)
-    if not any(link.stop == note.tokens and link.key.hex() == note.last for link in links):
-        return Ignored("prompt", "it is of another prompt: no link of this request has its last key")
-    return HandOff(note.tokens, tuple(note.nodes[:NODES_MAX]))
+    nodes = tuple(note.nodes[:NODES_MAX])
+    for link in reversed(links):
+        if (link.stop == note.tokens and link.key.hex() == note.last) or link.key.hex() == note.whole:
+            return HandOff(link.stop, nodes)
+    return Ignored("prompt", "it is of another prompt: no link of this request has one of its keys")

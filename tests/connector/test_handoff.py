@@ -1,12 +1,13 @@
 """The hand-off: prefill returns where it pushes, decode waits for it, bounded, and loads all but the last block."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from connector.handoff import read_note
-from connector.keys import Link
+from connector.handoff import read_note, write_note
+from connector.keys import Link, links_of
 from connector.requests import HandOff
 from kvstore.core import Key, MissReason, Namespace
 from tests.connector.support import BLOCK, CHUNK, HANDSHAKE, Engine, Node, prompt
@@ -164,6 +165,31 @@ def test_a_hand_off_between_different_models_is_said_and_makes_nobody_wait(node,
     assert decode.half.shared.stats.misses == {MissReason.MANIFEST_DIFFERS: 1}  # e has all from d
 
 
+@pytest.mark.parametrize(
+    ("reader_block", "tokens"), [(BLOCK, STORED), (2 * BLOCK, 3 * CHUNK + 2 * BLOCK), (CHUNK, 3 * CHUNK)]
+)
+def test_a_hand_off_between_block_sizes_is_of_the_chunks_and_of_a_tail_that_both_cut(
+    reader_block: int, tokens: int
+) -> None:
+    """Mutant: only the last key counts (the whole hand-off is ignored)."""
+    namespace = Namespace(bytes(32))
+    request = SimpleNamespace(
+        all_token_ids=TEXT,
+        num_prompt_tokens=len(TEXT),
+        cache_salt=None,
+        mm_features=[],
+        prompt_embeds=None,
+    )
+    written = links_of(request, namespace, CHUNK, BLOCK)
+    manifest: Any = SimpleNamespace(
+        namespace=namespace, unit_tokens=1, tile_format="gpu-kv", kv_dtype="bfloat16", chunk_tokens=CHUNK
+    )
+    note = write_note(manifest, written, ["ab"])
+    assert read_note(note, namespace, links_of(request, namespace, CHUNK, reader_block)) == HandOff(
+        tokens, ("ab",)
+    )
+
+
 def test_a_hand_off_between_engines_of_different_formats_says_what_differs(node, caplog_vllm) -> None:
     """On CPU the block size is part of the format."""
     _, params = prefill(node)
@@ -187,9 +213,9 @@ def test_a_hand_off_between_engines_of_different_formats_says_what_differs(node,
         {"tokens": "many"},
         {"nodes": "abc"},
         {"namespace": 7},
-        {"tokens": -1},
+        {"tokens": -1, "whole": ""},
         {"surplus": 1},
-        {"last": ""},
+        {"last": "", "whole": ""},
     ],
 )
 def test_whatever_a_client_writes_into_it_the_request_is_served(node, damage) -> None:

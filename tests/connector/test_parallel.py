@@ -28,6 +28,7 @@ GPU = [Format("cuda", size, layout) for size, layout in product(BLOCKS, GPU_LAYO
 ]
 MODELS = {"gqa": Model((Lanes(4, 8),) * 4), "mla": Model((Lanes(0, 24),) * 4)}
 GQA = MODELS["gqa"]
+LAPS = 3
 
 
 @cache
@@ -60,16 +61,17 @@ def play(kind: str, writer: tuple[Split, Format], reader: tuple[Split, Format]) 
 @pytest.mark.parametrize("kind", MODELS)
 def test_any_split_feeds_any_other(kind: str, writer: Split) -> None:
     """Every pair of splits, with formats by turns so that over all pairs each format meets each other one."""
+    laps = LAPS if kind == "gqa" else 1  # one head is split in fewer ways
     offset = SPLITS.index(writer) * len(SPLITS)
     pairs = list(product(GPU, GPU))
     for number, reader in enumerate(SPLITS):
-        for lap in range(3):
+        for lap in range(laps):
             forms = pairs[(offset + number + lap * len(SPLITS) ** 2) % len(pairs)]
             play(kind, (writer, forms[0]), (reader, forms[1]))
 
 
 def test_the_turns_reach_every_pair_of_formats() -> None:
-    assert len(GPU) ** 2 <= 3 * len(SPLITS) ** 2
+    assert len(GPU) ** 2 <= LAPS * len(SPLITS) ** 2
 
 
 @pytest.mark.parametrize("block_tokens", BLOCKS)
@@ -109,7 +111,7 @@ def fleets(draw: st.DrawFn) -> tuple[Fleet, Fleet]:
     return made[0], made[1]
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(fleets())
 def test_whatever_the_geometry_bytes_read_are_bytes_written(pair: tuple[Fleet, Fleet]) -> None:
     writer, reader = pair

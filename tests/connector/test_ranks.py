@@ -1,8 +1,8 @@
 """The scheduler half with several ranks: one commit or none, and the least that any of them has loaded.
 
-Mutants that were tried and are caught: a commit at the first report; a commit without the runs of a rank that
-failed; the most instead of the least that ranks have loaded; no end to waiting for a report; references kept by
-a save that was given up; a lease kept by a load that is not reported.
+Mutants that were tried and are caught: a commit at the first report; a commit without runs that nobody wrote; a
+commit of runs that two ranks wrote; the most instead of the least that ranks have loaded; no end to waiting for a
+report; references kept by a save that was given up; a lease kept by a load that is not reported.
 """
 
 from connector.loads import LATE_S as LOAD_LATE_S
@@ -87,6 +87,20 @@ def test_two_ranks_that_write_the_same_run_commit_nothing() -> None:
     engine.worker._of_ranks_save = twice  # type: ignore[method-assign]
     engine.generate("a", TEXT)
     assert not node.objects
+    engine.assert_nothing_left()
+
+
+def test_runs_that_no_rank_has_written_commit_nothing() -> None:
+    """Each replica takes the other one for the writer."""
+    node = Node()
+    engine = Engine(node, ranks=2)
+    engine.worker._of_ranks_save = lambda report: [  # type: ignore[method-assign]
+        SaveReport(({},) * len(report.checksums), quiet=True),
+        SaveReport(tuple({1: runs[1]} for runs in report.checksums if runs), quiet=True),
+    ]
+    engine.generate("a", TEXT)
+    assert not node.objects
+    assert "abort quiet=True" in node.calls
     engine.assert_nothing_left()
 
 
