@@ -220,6 +220,26 @@ def test_an_engine_that_says_something_else_is_not_believed(kind, monkeypatch) -
     assert text_of(reader.sent) == before
 
 
+def test_an_engine_that_ends_before_what_was_sent_is_not_believed(monkeypatch) -> None:
+    endpoint, body = BODIES["completion"]
+    reader = Reader(endpoint, body)
+    reader.leg(sum(map(len, events(endpoint, reader.body, groups=[3])[:9])), groups=[3])
+    assert reader.asked[-1]["max_tokens"] == 59
+    monkeypatch.setattr(dialect, "SCRIPT", text_of(reader.sent)[:-1])
+    with pytest.raises(NotTheSame, match="ends before"):
+        reader.leg()
+
+
+def test_an_engine_that_does_not_say_what_it_goes_on_from_is_not_believed() -> None:
+    endpoint, body = BODIES["completion"]
+    reader = Reader(endpoint, body)
+    reader.leg(sum(map(len, events(endpoint, reader.body)[:9])))
+    chunk = json.loads(events(endpoint, reader.body)[0].removeprefix(b"data: "))
+    chunk["choices"][0]["prompt_token_ids"] = None
+    with pytest.raises(NotTheSame, match="does not say which prompt"):
+        reader.answer.take(chunk)
+
+
 NOT_CONTINUED = {
     "n": 2,
     "echo": True,

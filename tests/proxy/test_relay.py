@@ -79,7 +79,9 @@ async def test_decode_alone_when_prefill_fails(faults, reason) -> None:
     prefills, decode = [FakeEngine(), FakeEngine()], FakeEngine()
     for number, fault in enumerate(faults):
         prefills[number].faults.append(fault)
-    async with proxied(prefill=prefills, decode=[decode], prefill_s=0.3) as front:
+    async with proxied(
+        prefill=prefills, decode=[decode], prefill_s=0.3 if faults[0].then == "hang" else 5.0
+    ) as front:
         status, answer = await front.post(Endpoint.COMPLETIONS, COMPLETION | STREAM)
         assert (status, text_of(read(answer))) == (200, SCRIPT.encode()[:40].decode())
         assert await front.metric("fallbacks_total", reason=reason) == 1
@@ -158,7 +160,7 @@ async def test_another_decode_when_one_dies_before_the_first_token(endpoint, mor
     first, second = FakeEngine("a"), FakeEngine("b")
     first.faults.append(BEFORE_FIRST_TOKEN[how])
     body = BODIES[endpoint] | STREAM | more
-    async with proxied(decode=[first, second], first_token_s=0.5) as front:
+    async with proxied(decode=[first, second], first_token_s=1.0 if how == "hangs" else 5.0) as front:
         status, answer = await front.post(endpoint, body)
         assert (status, answer) == (200, whole_stream(endpoint, body, "b"))
         assert await front.metric("engine_failures_total", role="decode") == 1
@@ -383,7 +385,7 @@ async def test_an_engine_that_would_say_something_else_is_not_listened_to() -> N
 async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
     first, second = FakeEngine("a"), FakeEngine("b")
     first.faults.append(Fault(events=5, then="hang"))
-    async with proxied(decode=[first, second], stall_s=0.2) as front:
+    async with proxied(decode=[first, second], stall_s=0.5) as front:
         _, answer = await front.post(Endpoint.COMPLETIONS, COMPLETION | STREAM)
         assert text_of(read(answer)) == SCRIPT.encode()[:40].decode()
         assert await front.metric("engine_failures_total", reason="timeout") == 1
@@ -408,7 +410,7 @@ async def test_an_engine_that_goes_down_ends_the_waits_for_it(stream) -> None:
 async def test_a_request_that_takes_too_long() -> None:
     decode = FakeEngine()
     decode.faults.extend([Fault(events=5, then="hang"), Fault(sends=0, then="hang"), Fault(then="hang")])
-    async with proxied(decode=[decode], request_s=0.3) as front:
+    async with proxied(decode=[decode], request_s=0.6) as front:
         _, answer = await front.post(Endpoint.COMPLETIONS, COMPLETION | STREAM)
         assert read(answer)[-1]["error"]["code"] == 504
         for stream in (True, False):
@@ -438,6 +440,34 @@ async def test_a_client_that_goes_cancels_its_request(where) -> None:
         await front.metric_is(1, "requests_total", outcome="cancelled")
         await front.metric_is(0, "in_flight")
         assert await front.metric("engine_failures_total") == 0
+
+
+async def test_a_hundred_clients_that_go_at_random_moments() -> None:
+    """Afterwards all is at 0: nothing under way here, nor at an engine."""
+    rng = random.Random(3)
+    engines = [FakeEngine() for _ in range(4)]
+    for engine in engines:
+        engine.faults.extend(
+            Fault(events=rng.randrange(9), then=rng.choice(["hang", "end"])) for _ in range(99)
+        )
+    async with proxied(prefill=engines[:2], decode=engines[2:]) as front:
+
+        async def ask(turns: int, *, stream: bool) -> None:
+            body = COMPLETION | {"stream": stream}
+            asked = asyncio.ensure_future(front.post(Endpoint.COMPLETIONS, body))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            asked.cancel()
+            await asyncio.wait([asked])
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(100):
+                tasks.create_task(ask(rng.randrange(400), stream=number % 2 == 0))
+        await front.metric_is(0, "in_flight")
+        await front.metric_is(0, "engine_in_flight")
+        await wait_until_async(lambda: sum(engine.in_flight for engine in engines) == 0)
+        assert await front.metric("requests_total", outcome="cancelled") > 20
+        assert await front.metric("requests_total", outcome="failed") == 0
 
 
 async def test_a_client_that_does_not_read_is_given_up() -> None:
