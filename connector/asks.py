@@ -11,6 +11,7 @@ Keys asked for begin with the chunk in which the local hit ends.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from connector.control import Promise
 from connector.keys import Link
@@ -35,6 +36,7 @@ class Asks:
         self._config = shared.config
         self._leases = shared.leases
         self._known = shared.known
+        self._paths = shared.paths
         self._clock = shared.clock
 
     def look_up(self, state: RequestState) -> None:
@@ -168,11 +170,23 @@ class Asks:
             return
         promise = future.result()
         self._learn(state, promise)
+        promise = self._within_reach(promise)
         ask.lease = self._leases.take(promise, ask.asked_s)
         ask.reason = promise.reason or ask.reason
         if not self._worth(state, self._promised(state), computed):
             self._leases.release(ask.lease)
             ask.lease = None
+
+    def _within_reach(self, promise: Promise) -> Promise:
+        """What of a promise lies before the first object at a node that moves no bytes."""
+        nodes = {promised.node.node: promised.node for promised in promise.objects}
+        broken = {node for node, address in nodes.items() if not self._paths.allows(address)}
+        if not broken:
+            return promise
+        reach = next(at for at, promised in enumerate(promise.objects) if promised.node.node in broken)
+        if reach == 0:
+            self._control.release(promise)
+        return replace(promise, objects=promise.objects[:reach], reason=MissReason.BREAKER_OPEN)
 
     def _learn(self, state: RequestState, promise: Promise) -> None:
         """A promised key is stored; the first that was not promised, and what follows it, is pushed again."""

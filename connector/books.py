@@ -66,9 +66,9 @@ class Ended:
     lines: list[str] = field(default_factory=list)
 
 
-def nothing_saved(job: SaveJob, *, quiet: bool) -> SaveReport:
+def nothing_saved(job: SaveJob, *, quiet: bool, reason: MissReason | None = None) -> SaveReport:
     """The report of a save of which nothing may be committed."""
-    return SaveReport((None,) * len(job.objects), quiet)
+    return SaveReport((None,) * len(job.objects), quiet, reason=reason)
 
 
 class Lines:

@@ -9,7 +9,8 @@ from kvstore.core import limits
 
 LEASE_S = 30.0
 """What is asked for at a time: long beside a step of the engine, short beside what a killed engine may leave."""
-RENEW_S = LEASE_S * 2 / 3  # early: with long steps the answer is read a step later, when the lease must still hold
+RENEW_S = LEASE_S * 2 / 3
+"""With less than this left a lease is renewed: early, since with long steps the answer is read much later."""
 
 
 @dataclass(slots=True, eq=False)

@@ -44,6 +44,7 @@ class Loads:
         self._config = shared.config
         self._leases = shared.leases
         self._known = shared.known
+        self._paths = shared.paths
         self._clock = shared.clock
         self._stats = shared.stats
         self._block_tokens = shared.block_tokens
@@ -143,7 +144,8 @@ class Loads:
 
     def _settle(self, load: _Load) -> None:
         load.state.load = None
-        valid = min(report.valid for report in load.reports)
+        worst = min(load.reports, key=lambda report: report.valid)
+        valid = worst.valid
         failed = valid < len(load.objects) or not load.objects
         if failed:
             load.state.no_load = MissReason.LOAD_FAILED_BEFORE
@@ -152,6 +154,7 @@ class Loads:
             for position in {r.suspect for r in load.reports if r.suspect is not None}:
                 self._control.suspect(load.lease.promise, load.objects[position].key)
             self._leases.release(load.lease)
+        self._learn(load, worst)
         pulled = min(load.links[valid - 1].stop, load.stop) - load.start if load.links and valid else 0
         reasons = [report.reason for report in load.reports if report.reason is not None]
         self._stats.loads += 1
@@ -165,3 +168,12 @@ class Loads:
                 reason=reasons[0] if reasons else load.reason,
             )
         )
+
+    def _learn(self, load: _Load, worst: LoadReport) -> None:
+        """Which nodes gave what was asked of them, and which one did not."""
+        lost_at = load.objects[worst.valid].node if worst.valid < len(load.objects) else None
+        for node in {promised.node.node: promised.node for promised in load.objects[: worst.valid]}.values():
+            if lost_at is None or node.node != lost_at.node:
+                self._paths.moved(node)
+        if lost_at is not None:
+            self._paths.failed(lost_at, worst.reason)

@@ -145,13 +145,15 @@ class SaveReport:
     """Outcome per object of a save on one rank, in the job's order.
 
     `checksums[i]` maps run index to its 8-byte checksum for the runs this rank wrote, none where another rank
-    writes the heads that it holds; None: the write failed. `quiet` is False if any of its transfers may still land.
+    writes the heads that it holds; None: the write failed, for `reason` as far as it is known. `quiet` is False if
+    any of its transfers may still land.
     """
 
     checksums: tuple[dict[int, bytes] | None, ...]
     quiet: bool
     moved_bytes: int = 0
     total_s: float = 0.0
+    reason: MissReason | None = None
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from connector.metadata import SaveJob, SaveObject, SaveReport
 from connector.requests import RequestState
 from connector.shared import Shared
 from kvstore.client import NodeAddress
-from kvstore.core import Geometry, Key, limits
+from kvstore.core import Geometry, Key, MissReason, limits
 
 MARGIN_S = 1.0  # a reservation that ends sooner is not worth starting a save with
 LATE_S = 5.0  # behind the end of its reservation no rank is waited for: each of them has reported long before
@@ -209,7 +209,9 @@ class Saves:
             else:
                 self._not_granted(item, answer, given_up=batch.given_up)
         for granted in by_node.values():
-            if (job := self._start(granted, batch)) is not None:
+            if not self._shared.paths.allows(granted[0][1].node):
+                self._hand_back(granted, f"refused: {MissReason.BREAKER_OPEN}")
+            elif (job := self._start(granted, batch)) is not None:
                 yield job
 
     def _not_granted(self, item: _Item, answer: NotGranted, *, given_up: bool) -> None:
@@ -222,11 +224,8 @@ class Saves:
         node = granted[0][1].node
         deadline_s = batch.ends_s - self._clock() - MARGIN_S
         if deadline_s <= 0 or batch.given_up:
-            self._control.abort([grant for _, grant in granted], quiet=True)
-            if not batch.given_up:
-                self._stats.drop("the reservation ran out before it could be used", len(granted))
-            for item, _ in granted:
-                self._let_go(item)
+            cause = "" if batch.given_up else "the reservation ran out before it could be used"
+            self._hand_back(granted, cause)
             return None
         job, self._next_job = self._next_job, self._next_job + 1
         self._jobs[job] = _Save(node, granted, batch.ends_s)
@@ -237,6 +236,14 @@ class Saves:
             for item, grant in granted
         )
         return SaveJob(job, node, objects, deadline_s)
+
+    def _hand_back(self, granted: list[tuple[_Item, Grant]], cause: str) -> None:
+        """Nothing has been written yet. An empty cause has been counted before."""
+        self._control.abort([grant for _, grant in granted], quiet=True)
+        if cause:
+            self._stats.drop(cause, len(granted))
+        for item, _ in granted:
+            self._let_go(item)
 
     # --- reported -------------------------------------------------------------------------------------
 
@@ -252,6 +259,7 @@ class Saves:
             self._settle(save)
 
     def _settle(self, save: _Save) -> None:
+        self._learn(save)
         commits: list[tuple[Grant, bytes]] = []
         keys: list[Key] = []
         aborts: list[Grant] = []
@@ -270,6 +278,14 @@ class Saves:
         for item, _ in save.items:
             self._let_go(item)
         self._offered.update(dict.fromkeys(keys, save.node.node.hex()))
+
+    def _learn(self, save: _Save) -> None:
+        """Whether the node could be written to. Ranks that write nothing know nothing."""
+        failed = [report for report in save.reports if None in report.checksums]
+        if failed:
+            self._shared.paths.failed(save.node, failed[0].reason)
+        else:
+            self._shared.paths.moved(save.node)
 
     def _table(self, save: _Save, position: int) -> bytes | None:
         """The object's table from all ranks' runs; None when a rank failed or a run is missing."""

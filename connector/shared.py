@@ -7,6 +7,7 @@ from connector.config import Config
 from connector.control import Control
 from connector.known import Known
 from connector.leases import Leases
+from connector.paths import Paths
 from connector.stats import Stats
 
 
@@ -32,7 +33,9 @@ class Shared:
     stats: Stats = field(default_factory=Stats)
     known: Known = field(init=False)
     leases: Leases = field(init=False)
+    paths: Paths = field(init=False)
 
     def __post_init__(self) -> None:
         self.known = Known(self.clock)
         self.leases = Leases(self.control, self.clock)
+        self.paths = Paths(self.clock)

@@ -347,6 +347,7 @@ class WorkerHalf:
             all(result.quiet for result in results),
             sum(item.part.size_bytes for item, result in zip(items, results, strict=True) if result.ok),
             self._clock() - save.began,
+            failed[0].reason if failed else None,
         )
 
     def _read(self, save: Save, index: int, out: memoryview) -> None:
@@ -378,7 +379,8 @@ class WorkerHalf:
                 self._settle(load)
         for save in list(self._saves.values()):
             if now >= save.began + save.job.deadline_s + GRACE_S:
-                self._report(save, nothing_saved(save.job, quiet=not save.began_writing))
+                late = nothing_saved(save.job, quiet=not save.began_writing, reason=MissReason.TOO_SLOW)
+                self._report(save, late)
 
 
 def _by_run(item: PushItem, result: PushResult) -> dict[int, bytes] | None:

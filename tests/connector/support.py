@@ -275,6 +275,7 @@ class Worker:
         self.hold_saves = False
         self.fail_load_at: int | None = None  # the position of the object that cannot be read
         self.fail_saves = False
+        self.reason = MissReason.BAD_COPY  # why loads and saves fail
         self.quiet = True
         self.waiting_loads: list[LoadJob] = []
         self.waiting_saves: list[SaveJob] = []
@@ -350,12 +351,12 @@ class Worker:
         output.finished_recving.add(job.request)
         lost = [block for wanted in job.objects[valid:] for block in wanted.blocks if block is not None]
         output.invalid_block_ids |= set(lost)
-        reason = None if valid == len(job.objects) else MissReason.BAD_COPY
+        reason = None if valid == len(job.objects) else self.reason
         return LoadReport(valid, reason, suspect)
 
     def _save(self, job: SaveJob) -> SaveReport:
         if self.fail_saves and self.ranks == 1:
-            return SaveReport((None,) * len(job.objects), self.quiet)
+            return SaveReport((None,) * len(job.objects), self.quiet, reason=self.reason)
         checksums: list[dict[int, bytes] | None] = []
         for wanted in job.objects:
             content = tuple(value for block in wanted.blocks for value in self.memory[block])
