@@ -13,7 +13,7 @@ Only prompt tokens are saved. They are computed for good when their step has bee
 generated ones may be speculative.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,24 +33,21 @@ LATE_S = 5.0  # behind the end of its reservation no rank is waited for: each of
 
 @dataclass(slots=True)
 class _Item:
-    """A link on its way, and the blocks that it holds references on; none once it has ended."""
+    """A link on its way, and the blocks that it holds references on until it is `over`."""
 
     link: Link
     blocks: tuple[int, ...]
     size_bytes: int
+    over: bool = False
 
 
 @dataclass(slots=True)
 class _Batch:
-    """The offers of one step; `ends_s` is when their reservation ends at the latest.
-
-    `given_up`: what is granted yet goes back.
-    """
+    """The offers of one step; `ends_s` is when their reservation ends at the latest."""
 
     items: list[_Item]
     answers: "Future[Sequence[Grant | NotGranted]]"
     ends_s: float
-    given_up: bool = False
 
 
 @dataclass(slots=True)
@@ -170,9 +167,11 @@ class Saves:
 
     def _let_go(self, item: _Item, *, stored_at: str | None = None) -> None:
         """Ends an item: gives its references back, once."""
+        if item.over:
+            return
+        item.over = True
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(item.blocks)])
         self._pinned -= len(item.blocks)
-        item.blocks = ()
         self._offered.pop(item.link.key, None)
         if stored_at is not None:
             self._known.add(item.link.key, stored_at)
@@ -196,36 +195,35 @@ class Saves:
 
     def _granted(self, batch: _Batch) -> Iterator[SaveJob]:
         if batch.answers.exception() is not None:
-            if batch.given_up:
-                return
-            self._stats.drop("no node answered the reservation", len(batch.items))
-            for item in batch.items:
-                self._let_go(item)
+            self._end([item for item in batch.items if not item.over], "no node answered the reservation")
             return
         by_node: dict[tuple[bytes, bytes], list[tuple[_Item, Grant]]] = {}
+        void: list[tuple[_Item, Grant]] = []
         for item, answer in zip(batch.items, batch.answers.result(), strict=True):
             if isinstance(answer, Grant):
-                by_node.setdefault((answer.node.node, answer.node.boot), []).append((item, answer))
-            else:
-                self._not_granted(item, answer, given_up=batch.given_up)
+                group = void if item.over else by_node.setdefault((answer.node.node, answer.node.boot), [])
+                group.append((item, answer))
+            elif not item.over:
+                self._not_granted(item, answer)
+        if void:
+            self._control.abort([grant for _, grant in void], quiet=True)
         for granted in by_node.values():
             if not self._shared.paths.allows(granted[0][1].node):
                 self._hand_back(granted, f"refused: {MissReason.BREAKER_OPEN}")
             elif (job := self._start(granted, batch)) is not None:
                 yield job
 
-    def _not_granted(self, item: _Item, answer: NotGranted, *, given_up: bool) -> None:
+    def _not_granted(self, item: _Item, answer: NotGranted) -> None:
         node = answer.node.node.hex() if answer.node is not None else ""
         self._let_go(item, stored_at=node if answer.stored else None)
-        if not answer.stored and not given_up:
+        if not answer.stored:
             self._stats.drop(f"refused: {answer.reason}" if answer.reason else "another engine is saving it")
 
     def _start(self, granted: list[tuple[_Item, Grant]], batch: _Batch) -> SaveJob | None:
         node = granted[0][1].node
         deadline_s = batch.ends_s - self._clock() - MARGIN_S
-        if deadline_s <= 0 or batch.given_up:
-            cause = "" if batch.given_up else "the reservation ran out before it could be used"
-            self._hand_back(granted, cause)
+        if deadline_s <= 0:
+            self._hand_back(granted, "the reservation ran out before it could be used")
             return None
         job, self._next_job = self._next_job, self._next_job + 1
         self._jobs[job] = _Save(node, granted, batch.ends_s)
@@ -238,11 +236,15 @@ class Saves:
         return SaveJob(job, node, objects, deadline_s)
 
     def _hand_back(self, granted: list[tuple[_Item, Grant]], cause: str) -> None:
-        """Nothing has been written yet. An empty cause has been counted before."""
+        """Nothing has been written yet."""
         self._control.abort([grant for _, grant in granted], quiet=True)
-        if cause:
-            self._stats.drop(cause, len(granted))
-        for item, _ in granted:
+        self._end([item for item, _ in granted], cause)
+
+    def _end(self, items: Sequence[_Item], cause: str) -> None:
+        """These are not saved."""
+        if items:
+            self._stats.drop(cause, len(items))
+        for item in items:
             self._let_go(item)
 
     # --- reported -------------------------------------------------------------------------------------
@@ -264,6 +266,8 @@ class Saves:
         keys: list[Key] = []
         aborts: list[Grant] = []
         for position, (item, grant) in enumerate(save.items):
+            if item.over:
+                continue
             table = self._table(save, position)
             if table is None:
                 aborts.append(grant)
@@ -328,18 +332,30 @@ class Saves:
         for job in list(self._jobs):
             self._give_up(self._jobs.pop(job), cause)
         for batch in self._batches:
-            if not batch.given_up:
-                batch.given_up = True
-                self._stats.drop(cause, len(batch.items))
-                for item in batch.items:
-                    self._let_go(item)
+            self._end([item for item in batch.items if not item.over], cause)
 
-    def _give_up(self, save: _Save, cause: str) -> None:
-        """Ranks may still read these blocks, for bytes that nobody will commit."""
-        self._control.abort([grant for _, grant in save.items], quiet=False)
-        self._stats.drop(cause, len(save.items))
-        for item, _ in save.items:
-            self._let_go(item)
+    def _give_up(self, save: _Save, cause: str, keys: Container[Key] | None = None) -> None:
+        """Ends a save (or these keys of it). Ranks may still read the blocks, for bytes that nobody will commit."""
+        ended = [(x, grant) for x, grant in save.items if not x.over and (keys is None or x.link.key in keys)]
+        if ended:
+            self._control.abort([grant for _, grant in ended], quiet=False)
+        self._end([item for item, _ in ended], cause)
+
+    def roll_back(self, state: RequestState) -> None:
+        """vLLM has just found KV that the request had to be invalid: its tokens are computed again from there on.
+
+        Under MultiConnector another connector may say so of what it brought, after the step that used it.
+        """
+        offered = (state.links or ())[: state.offered]
+        computed = state.request.num_computed_tokens
+        keys = {link.key for link in offered if link.stop > computed}
+        state.offered -= len(keys)
+        if keys:
+            cause = "its KV turned out to be invalid"
+            for save in self._jobs.values():
+                self._give_up(save, cause, keys)
+            for batch in self._batches:
+                self._end([item for item in batch.items if not item.over and item.link.key in keys], cause)
 
     def finished(self, state: RequestState) -> None:
         """The request's blocks go: what was not offered by now never will be."""
@@ -365,12 +381,14 @@ class Saves:
         """The node of each link under way: empty where that is open, None where nobody took it."""
         placed: dict[Key, str | None] = dict(self._offered)
         for batch in self._batches:
-            if batch.given_up or not batch.answers.done():
+            if not batch.answers.done():
                 continue
             answers = (
                 batch.answers.result() if batch.answers.exception() is None else [None] * len(batch.items)
             )
             for item, answer in zip(batch.items, answers, strict=True):
+                if item.over:
+                    continue
                 taken = isinstance(answer, Grant) or (answer is not None and answer.stored)
                 node = answer.node if answer is not None and taken else None
                 placed[item.link.key] = node.node.hex() if node is not None else None

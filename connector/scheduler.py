@@ -224,7 +224,9 @@ class SchedulerHalf:
         self.saves.plan(scheduler_output, self.states)
 
     def update_connector_output(self, output: Any) -> None:
-        """What the workers say of jobs that ended."""
+        """What the workers say of blocks that were not loaded, and of jobs that ended."""
+        if output.invalid_block_ids:
+            self._roll_back()
         reports = output.kv_connector_worker_meta
         if not isinstance(reports, Reports):
             return
@@ -232,6 +234,11 @@ class SchedulerHalf:
             self._load_reported(job, loads)
         for job, saves in reports.saves.items():
             self._save_reported(job, saves)
+
+    @harmless(lambda: None)
+    def _roll_back(self) -> None:
+        for state in self.states.values():
+            self.saves.roll_back(state)
 
     @harmless(lambda: None)
     def _load_reported(self, job: int, reports: list[LoadReport]) -> None:

@@ -1,5 +1,7 @@
 """Saves in vLLM's real scheduler: what is offered, what protects it, and what becomes visible."""
 
+from unittest.mock import patch
+
 import pytest
 
 from connector.known import BELIEVED_S
@@ -400,3 +402,34 @@ def test_a_load_under_way_at_a_reset_is_of_the_old_weights_and_is_not_saved(node
     assert "reserve" not in node.calls
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.assert_nothing_left()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at the workers", "being offered"])
+def test_what_rests_on_blocks_that_turn_out_invalid_is_not_committed(node, late) -> None:
+    """Another connector beside ours brings blocks within a step and then says that they are none. vLLM computes the
+    request again from there on. Mutants: what rests on them is committed; it is not offered again."""
+    answer = Engine(Node()).generate("a", TEXT)
+    engine = Engine(node, max_batched=CHUNK)
+    engine.submit("a", TEXT, skip_reading_prefix_cache=True)
+    engine.control.manual = late
+    engine.step()
+    block = engine.scheduler.kv_cache_manager.get_block_ids("a")[0][2]
+    step = engine.worker.step
+
+    def invalid(jobs):
+        engine.worker.memory[block][3] = b"what the other store did not bring"
+        output = step(jobs)
+        output.invalid_block_ids = {block}
+        return output
+
+    with patch.object(engine.worker, "step", invalid):
+        engine.step()
+    assert "commit" not in node.calls and engine.half.states["a"].offered == 0
+    engine.control.manual = False
+    engine.control.answer()
+    engine.run()
+    assert engine.tokens["a"] == answer
+    assert len(node.objects) == 4
+    assert engine.half.shared.stats.dropped["its KV turned out to be invalid"]
+    engine.assert_nothing_left()
+    assert loaded_right(node)
