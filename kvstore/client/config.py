@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from secrets import token_bytes
 
-from kvstore.core import limits
+from kvstore.client.address import is_address
+from kvstore.core import BadConfiguration, limits
+from kvstore.index.address import parse
 from kvstore.wire import ClientId
 
 
@@ -38,3 +40,16 @@ class ClientConfig:
     probe_s_max: float = 10.0
     other_nodes_max: int = 2
     client: ClientId = field(default_factory=new_client_id)
+
+    def check(self) -> None:
+        """Looks at the addresses alone; nothing is resolved or connected.
+
+        Raises:
+            BadConfiguration: `node` or `index_url` cannot be read.
+        """
+        if not is_address(self.node):
+            raise BadConfiguration(
+                f"{self.node!r} is no address of a node; it looks like 10.0.0.1:7400 or [fd00::1]:7400"
+            )
+        if self.index_url:
+            parse(self.index_url)

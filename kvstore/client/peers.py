@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import random
-import re
 from collections.abc import Callable, Iterable, Mapping
 
 import zmq
 
-from kvstore.client.address import NodeAddress
+from kvstore.client.address import NodeAddress, is_address
 from kvstore.client.breaker import Breaker, BreakerOpen
 from kvstore.client.config import ClientConfig
 from kvstore.client.control import REFUSALS, TROUBLE, Answer, ControlClient, Undo
@@ -20,8 +19,6 @@ from kvstore.wire import NodeId, RequestBody, Welcome
 log = logging.getLogger(__name__)
 
 END_S = 1.0  # for the last releases of all connections; see `ending`
-_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+):([0-9]{1,5})")
-_PORT_MAX = 65_535
 
 
 class Peer:
@@ -174,8 +171,7 @@ class Peers:
         self._alive = {node: record for node, record in alive.items() if self._is_address(record.control)}
 
     def _is_address(self, control: str) -> bool:
-        address = _ADDRESS.fullmatch(control)
-        if address and 0 < int(address[1]) <= _PORT_MAX:
+        if is_address(control):
             return True
         if control not in self._odd:
             self._odd.add(control)
