@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.inspect import Metadata, StructType, type_info
 
+from kvstore.client import ClientConfig
 from kvstore.core import BadConfiguration, limits
 
 __all__ = ["Config", "describe", "read_config", "read_token"]
@@ -86,9 +87,11 @@ def read_config(extra: dict[str, Any]) -> Config:
             f"kv_connector_extra_config does not know {', '.join(unknown)}; it knows {', '.join(known)}"
         )
     try:
-        return msgspec.convert(extra, Config)
-    except msgspec.ValidationError as error:
+        config = msgspec.convert(extra, Config)
+        ClientConfig(node=config.node, index_url=config.redis).check()
+    except (msgspec.ValidationError, BadConfiguration) as error:
         raise BadConfiguration(f"kv_connector_extra_config: {error}") from error
+    return config
 
 
 def read_token(config: Config) -> bytes:

@@ -39,6 +39,43 @@ def test_a_value_that_cannot_be_is_refused_with_its_key(key, value) -> None:
         read_config({key: value})
 
 
+@pytest.mark.parametrize(
+    "node",
+    [
+        "",
+        "localhost",
+        "localhost:",
+        "host:port",
+        "host:0",
+        "host:65536",
+        "tcp://host:7400",
+        "::1:7400",
+        "a b:1",
+    ],
+)
+def test_a_node_that_is_no_address_is_refused_at_start(node) -> None:
+    """Mutant: it is found out later, in another thread, and the engine serves without the store."""
+    with pytest.raises(BadConfiguration, match="is no address of a node; it looks like") as error:
+        read_config({"node": node})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("node", ["127.0.0.1:7400", "[::1]:7400", "node-1.store_a.local:1"])
+def test_addresses_of_nodes(node) -> None:
+    assert read_config({"node": node, "redis": "redis://user:secret@[::1]:6379/1"}).node == node
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:6379", "http://host", "redis://", "redis://host:port", "redis://h/x"]
+)
+def test_a_redis_that_cannot_be_is_refused_at_start_without_its_secrets(url) -> None:
+    with pytest.raises(BadConfiguration, match="redis"):
+        read_config({"redis": url})
+    with pytest.raises(BadConfiguration) as error:
+        read_config({"redis": "redis://:secret@host/x"})
+    assert "secret" not in str(error.value)
+
+
 def test_whole_numbers_are_good_seconds() -> None:
     assert read_config({"load_timeout_s": 5}).load_timeout_s == 5
 
