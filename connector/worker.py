@@ -379,8 +379,9 @@ class WorkerHalf:
                 self._settle(load)
         for save in list(self._saves.values()):
             if now >= save.began + save.job.deadline_s + GRACE_S:
-                late = nothing_saved(save.job, quiet=not save.began_writing, reason=MissReason.TOO_SLOW)
-                self._report(save, late)
+                began = save.began_writing  # else it has only waited for others
+                reason = MissReason.TOO_SLOW if began else None
+                self._report(save, nothing_saved(save.job, quiet=not began, reason=reason))
 
 
 def _by_run(item: PushItem, result: PushResult) -> dict[int, bytes] | None:

@@ -427,6 +427,7 @@ def test_a_write_that_is_refused_leaves_nothing_to_commit() -> None:
     assert fault.hits == 1
     report = rig.save_report()
     assert (report.checksums, report.quiet, report.moved_bytes) == ((None, None), True, 0)
+    assert report.reason is MissReason.NODE_DOWN
 
 
 def test_an_object_that_cannot_be_gathered_is_reported_alone() -> None:
@@ -435,6 +436,7 @@ def test_an_object_that_cannot_be_gathered_is_reported_alone() -> None:
     rig.run(job)
     first, second, third = rig.save_report().checksums
     assert first and third and second is None
+    assert rig.save_report().reason is None, "the node is not to blame"
 
 
 def test_a_write_that_may_still_land_is_not_quiet() -> None:
@@ -443,6 +445,7 @@ def test_a_write_that_may_still_land_is_not_quiet() -> None:
     rig.run(rig.save_job([(5, 9)], deadline_s=0.05))
     assert fault.hits == 1
     assert (rig.save_report().checksums, rig.save_report().quiet) == ((None,), False)
+    assert rig.save_report().reason is MissReason.TOO_SLOW
 
 
 def test_a_save_that_waited_until_its_deadline_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,7 +468,7 @@ def test_a_save_that_waited_until_its_deadline_writes_nothing(monkeypatch: pytes
         assert gate.reached.wait(10)
         rig.clock.now += 1.0 + GRACE_S
         [report] = rig.step().saves[late.job]
-        assert (report.checksums, report.quiet) == ((None,), True)
+        assert (report.checksums, report.quiet, report.reason) == ((None,), True, None)
     rig.run(rig.save_job([(6, 3), (5, 9)]))
     wait_until(lambda: {job.job for job in early} <= rig.reported(rig.step()))
     assert pushed == [1, 1, 1, 2]
@@ -482,7 +485,7 @@ def test_a_save_that_hangs_is_reported_at_its_deadline_and_never_again(
         assert gate.reached.wait(10)
         rig.clock.now += 1.0 + GRACE_S
         [[report]] = rig.step().saves.values()
-        assert (report.checksums, report.quiet) == ((None,), False)
+        assert (report.checksums, report.quiet, report.reason) == ((None,), False, MissReason.TOO_SLOW)
     rig.run(rig.save_job([(6, 3)]))
     assert len(rig.everything().saves) == 2
 
