@@ -18,7 +18,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Job:
-    """One request. `tried`: decode engines asked since the answer last made progress, the present one included."""
+    """One request.
+
+    Attributes:
+        tried: decode engines asked since the answer last made progress, the present one included.
+        sending: a stream has begun, so no other response can be sent.
+    """
 
     ask: Ask
     headers: dict[str, str]
@@ -27,6 +32,7 @@ class Job:
     hand_off: Body | None = None
     tried: list[Engine] = field(default_factory=list)
     outcome: str = "ok"
+    sending: bool = False
 
     @property
     def age_s(self) -> float:

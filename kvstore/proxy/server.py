@@ -87,7 +87,7 @@ class Front:
             )
         self._in_flight += 1
         self._means.metrics.in_flight.inc()
-        outcome = "cancelled"
+        outcome, job = "cancelled", None
         try:
             job = await self._read(request)
             if isinstance(job, web.Response):
@@ -101,10 +101,13 @@ class Front:
             raise
         except ClientGone as gone:
             log.info("client gone path=%s: %s", request.path, gone)
+            cut_off(request)
             return refusal(499, "the client is gone", "cancelled")
         except Exception:
             outcome = "failed"
             log.exception("request failed because of a bug of the proxy path=%s", request.path)
+            if isinstance(job, Job) and job.sending:
+                cut_off(request)
             return refusal(500, "this is a bug of the proxy; its log has the details", "internal_error")
         finally:
             self._in_flight -= 1
@@ -166,3 +169,9 @@ class Front:
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         text = generate_latest(self._means.metrics.registry)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def cut_off(request: web.Request) -> None:
+    """Ends the connection, so that nobody takes what has been sent for a whole answer."""
+    if request.transport is not None:
+        request.transport.abort()

@@ -129,6 +129,7 @@ class Streaming:
             self._count_hand_over("continued")
         if token:
             del self._job.tried[:-1]  # what failed before may have come back
+        self._job.sending = True
         await self._client.send(data)
 
     async def _finish(self) -> web.StreamResponse:

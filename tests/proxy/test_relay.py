@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvstore.proxy.answer import Answer
 from kvstore.proxy.ask import Ask, Endpoint
 from tests.proxy.dialect import HAND_OFF, SCRIPT, events, prompt_ids, read, text_of, token_ids_of, whole
 from tests.proxy.fake_engine import FakeEngine, Fault, eventually, proxied
@@ -479,7 +480,25 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
     async with (
         proxied(decode=[decode], client_stall_s=0.3) as front,
         aiohttp.ClientSession(read_bufsize=1024) as lazy,
-        lazy.post(front.url + Endpoint.COMPLETIONS, json=body),
+        lazy.post(front.url + Endpoint.COMPLETIONS, json=body) as response,
     ):
         await front.metric_is(1, "requests_total", outcome="cancelled")
         await wait_until_async(lambda: decode.in_flight == 0)
+        with pytest.raises(aiohttp.ClientError):  # and what it has is not taken for a whole answer
+            await response.read()
+
+
+async def test_a_bug_in_the_middle_of_a_stream_cuts_it_off(monkeypatch) -> None:
+    """It must neither look like the end of the answer nor leave the client waiting."""
+    take = Answer.take
+
+    def take_three(answer: Answer, chunk: dict[str, Any]) -> dict[str, Any] | None:
+        assert answer.tokens < 3, "a bug"
+        return take(answer, chunk)
+
+    monkeypatch.setattr(Answer, "take", take_three)
+    async with proxied(decode=[FakeEngine()]) as front:
+        with pytest.raises(aiohttp.ClientError):
+            await front.post(Endpoint.COMPLETIONS, COMPLETION | STREAM)
+        await front.metric_is(1, "requests_total", outcome="failed")
+        await front.metric_is(0, "engine_in_flight")
