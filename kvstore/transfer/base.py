@@ -6,8 +6,8 @@ side's program does not take part. Clauses every implementation keeps (tests/con
 * `submit_*` returns at once; several transfers may be under way to several segments.
 * DONE means: all bytes of all pieces are there, and nothing of this transfer will move any more.
 * FAILED means: some may have moved, and on this side nothing of this transfer will move any more: local
-  memory may be used again. Of a write, bytes that had already left may still land at the peer (measured
-  over TCP, when the peer had been stopped): the caller has its target pages held.
+  memory may be used again. Of a write, bytes that had already left may still land at the peer (over TCP,
+  what a stopped peer's kernel has received is applied when it goes on): the caller has its target pages held.
 * PENDING says nothing, and stays possible long after any deadline: until `poll` has said DONE or FAILED,
   late bytes may land in the target *and*, of a write, be read from the source. The caller keeps both
   out of use (held pages, retired staging) until then, or unregisters the memory.
