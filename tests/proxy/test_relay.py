@@ -83,7 +83,8 @@ async def test_decode_alone_when_prefill_fails(faults, reason) -> None:
     async with proxied(
         prefill=prefills, decode=[decode], prefill_s=0.3 if faults[0].then == "hang" else 5.0
     ) as front:
-        status, answer = await front.post(Endpoint.COMPLETIONS, COMPLETION | STREAM)
+        async with asyncio.timeout(15):  # two prefills that hang cost two deadlines of theirs, no more
+            status, answer = await front.post(Endpoint.COMPLETIONS, COMPLETION | STREAM)
         assert (status, text_of(read(answer))) == (200, SCRIPT.encode()[:40].decode())
         assert await front.metric("fallbacks_total", reason=reason) == 1
     assert [len(prefill.asked) for prefill in prefills] == [1, len(faults) - 1]
