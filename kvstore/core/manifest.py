@@ -82,7 +82,9 @@ def decode_manifest(data: bytes) -> Manifest:
             f"chunk_tokens {manifest.chunk_tokens} is not a multiple of unit_tokens {manifest.unit_tokens}"
         )
     if manifest.geometry.num_runs > RUNS_PER_OBJECT_MAX:
-        raise BadRequest(f"the manifest has {manifest.geometry.num_runs} lanes; at most {RUNS_PER_OBJECT_MAX}")
+        raise BadRequest(
+            f"the manifest has {manifest.geometry.num_runs} lanes; at most {RUNS_PER_OBJECT_MAX}"
+        )
     return manifest
 
 
