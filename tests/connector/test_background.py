@@ -11,7 +11,7 @@ from connector.background import Background
 from connector.control import Grant, NotGranted, ReserveAsk
 from kvstore.client import ClientConfig, Copy, OnDisk, Promise, Resident
 from kvstore.core import Key, Manifest, MissReason
-from kvstore.wire import LeaseId
+from kvstore.wire import Generation, LeaseId
 from tests.connector.support import BLOCK, CHUNK, Engine, Node, prompt
 from tests.support import Process, wait_until
 from tests.support.node import RunningNode, node_command, running_node
@@ -164,7 +164,8 @@ def test_what_is_not_in_dram_in_time_is_given_back_and_not_renewed(monkeypatch) 
     control = Background(ClientConfig(node="127.0.0.1:9", request_timeout_s=0.5))
     control.open(MANIFEST)
     keys = [ask.key for ask in asks(7)]
-    answers = [Resident(bytes(8), (), 64, bytes(8)), OnDisk(bytes(8), 64, 1.0)]
+    generation = Generation(bytes(8))
+    answers: list[Resident | OnDisk] = [Resident(generation, (), 64, bytes(8)), OnDisk(generation, 64, 1.0)]
     copies = tuple(
         Copy(key, Node(number).address, LeaseId(bytes([number])), answer)
         for number, (key, answer) in enumerate(zip(keys, answers, strict=True), 1)

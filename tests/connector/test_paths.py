@@ -97,12 +97,14 @@ def test_failures_count_only_in_a_row_and_per_node() -> None:
     assert not paths.allows(one) and paths.allows(other)
 
 
-def test_only_what_lies_at_other_nodes_is_loaded(node, answer) -> None:
+def test_only_what_lies_at_other_nodes_is_loaded(node, answer, monkeypatch) -> None:
     """The second chunk of three is at a node that moves nothing: the first is loaded, the rest computed."""
     engine = Engine(node, prefix_caching=False, save=False)
     far = Node(2).address
     whole, key = engine.control._promised, list(node.objects)[1]
-    engine.control._promised = lambda k: replace(whole(k), node=far) if k == key else whole(k)
+    monkeypatch.setattr(
+        engine.control, "_promised", lambda k: replace(whole(k), node=far) if k == key else whole(k)
+    )
     for _ in range(FAILURES_MAX):
         engine.half.shared.paths.failed(far, MissReason.TOO_SLOW)
     assert engine.generate("b", TEXT) == answer
