@@ -5,7 +5,7 @@ from secrets import token_bytes
 
 from kvstore.client.address import is_address
 from kvstore.core import BadConfiguration, limits
-from kvstore.index.address import parse
+from kvstore.index import parse_url
 from kvstore.wire import ClientId
 
 
@@ -52,4 +52,4 @@ class ClientConfig:
                 f"{self.node!r} is no address of a node; it looks like 10.0.0.1:7400 or [fd00::1]:7400"
             )
         if self.index_url:
-            parse(self.index_url)
+            parse_url(self.index_url)

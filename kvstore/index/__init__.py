@@ -1,5 +1,6 @@
 """Where keys are: one short contract, Redis and an in-process twin; publishing, and which nodes are alive."""
 
+from kvstore.index.address import parse as parse_url
 from kvstore.index.base import Index, Location, NodeRecord
 from kvstore.index.in_process import InProcessIndex
 from kvstore.index.membership import Membership
@@ -15,4 +16,5 @@ __all__ = [
     "Publisher",
     "PublisherStats",
     "RedisIndex",
+    "parse_url",
 ]
