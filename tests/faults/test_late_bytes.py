@@ -210,10 +210,11 @@ def held_pages(node: RunningNode) -> int:
 
 def test_late_bytes_of_a_read_land_in_retired_staging(story, rounds) -> None:
     story.hits = story.reads = story.rounds_hit = 0
-    count = rounds(2, 25)
-    for _ in range(count):
+    count, left = rounds(2, 25), rounds(12, 100)
+    while story.rounds_hit < count:  # when a read is under way depends on the machine
+        assert left, f"the node was stopped in the middle of {story.rounds_hit} reads, not {count}"
+        left -= 1
         story.read_round()
-    assert story.rounds_hit >= 0.5 * count, "the node was not stopped in the middle of reads"
     assert story.hits >= 0.9 * story.reads
     assert story.node.stats()["store"]["totals"]["bad_copies"] == 0
 
