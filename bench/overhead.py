@@ -4,7 +4,8 @@ off: `vllm serve` without a connector. on: with a store, into which every prompt
 was killed, after the breaker has opened. Every prompt is new to its engine, so nothing is ever pulled; all three
 engines are asked the same prompts, some at a time, in turns, and must say the same. One run is 8 prompts of about
 300 tokens, 4 at a time, with 8 generated tokens each. fp32 on CPU: engine, node and Redis share the same cores, so
-that the work of a push is taken from the computation, which on a GPU it would not be.
+that the work of a push is taken from the computation, which on a GPU it would not be. All engines compute with the
+same number of threads, one less than there are cores: by itself vLLM gives those with a connector another number.
 
     python bench/overhead.py [--full] [--json]
 """

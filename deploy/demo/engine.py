@@ -78,6 +78,9 @@ class Engine:
             env=os.environ
             | {
                 "HF_HUB_OFFLINE": "1",
+                # Left to itself, vLLM gives an engine with a connector other cores than one without.
+                "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache, which the negative control needs
