@@ -10,8 +10,8 @@ same number of threads, one less than there are cores: by itself vLLM gives thos
     python bench/overhead.py [--full] [--json]
 """
 
-import tempfile
 import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
