@@ -3,11 +3,14 @@
 from kvstore.node.checks import is_loopback, read_token
 from kvstore.node.config import Loaded, load_config
 from kvstore.node.logs import start_logging
+from kvstore.node.quiet import MOONCAKE_NOISE, without_noise
 from kvstore.node.run import run
 from kvstore.node.sections import SETTINGS, AuthSection, Config, LogSection
 from kvstore.node.settings import ADDRESS, SECONDS, SIZE, Kind, Setting, split_address, without_password
 
 __all__ = [
+    "MOONCAKE_NOISE",
+    "without_noise",
     "ADDRESS",
     "SECONDS",
     "SETTINGS",
