@@ -71,8 +71,9 @@ class Stage:
         """The prompt; the answer is the baseline's."""
         asked = ask(self.engine, self.prompt, GENERATED_TOKENS)
         print(f"{what}: {asked}")
-        assert asked.answer.text == self.baseline.answer.text
-        assert origin(asked.answer) == (PROMPT_TOKENS - asked.answer.pulled, 0)
+        said, expected = asked.answer.text, self.baseline.answer.text
+        assert said == expected, f"{what}: {said!r} instead of {expected!r}"
+        assert origin(asked.answer) == (PROMPT_TOKENS - asked.answer.pulled, 0), f"{what}: {asked}"
         return asked
 
     def ask_frozen(self, what: str, then: Callable[[], object] = lambda: None) -> Asked:
@@ -103,7 +104,7 @@ class Stage:
 
     def assert_in_time(self, asked: Asked, deadline_s: float) -> None:
         """Recomputing began within the deadline and half a second."""
-        assert asked.waited_s < deadline_s + MARGIN_S
+        assert asked.waited_s < deadline_s + MARGIN_S, f"{asked}, with a deadline of {deadline_s} s"
 
     def assert_hits(self, what: str) -> None:
         """Hits come back by themselves."""
