@@ -26,7 +26,8 @@ def open_control(config: Config) -> Control:
             index_url=config.redis,
             token=read_token(config),
             request_timeout_s=config.request_timeout_s,
-            index_timeout_s=config.request_timeout_s,
+            # So that there is time left to ask the node: a Redis that hangs must not cost the node's hits.
+            index_timeout_s=min(config.request_timeout_s, config.lookup_timeout_s / 2),
         )
     )
 
