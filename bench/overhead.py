@@ -10,7 +10,6 @@ same number of threads, one less than there are cores: by itself vLLM gives thos
     python bench/overhead.py [--full] [--json]
 """
 
-import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,10 +31,6 @@ PROMPT_CHARACTERS = 1_350
 PROMPTS_PER_RUN, AT_ONCE, GENERATED_TOKENS = 8, 4, 8
 PAIRS, PAIRS_FULL = 8, 24  # 64 and 192 prompts per engine
 AIM_ON, AIM_DEAD = 0.93, 0.97
-THREADS = {  # left to itself, vLLM gives an engine with a connector other cores than one without
-    "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
 
 Answers = dict[str, str]
 
@@ -73,7 +68,7 @@ def start_engines(stack: ExitStack, logs: Path, stores: dict[str, str | None]) -
     """One engine for each kind; all are ready."""
     engines = {}
     for name, store in stores.items():
-        engines[name] = Engine(name, MODEL, free_port(), logs, store=store, env=THREADS)
+        engines[name] = Engine(name, MODEL, free_port(), logs, store=store)
         stack.callback(engines[name].stop)
     for engine in engines.values():
         engine.wait_ready()
