@@ -7,10 +7,8 @@
     report     from every rank -> the references go; one commit with the table put together from the runs'
                checksums; an abort if any rank failed, a run is missing, or a rank did not report in time
 
-The references are what protects blocks: requests may finish, be preempted or aborted meanwhile. They are
-bounded; beyond the bound a link waits for a later step of its request, or is dropped with it.
-Only prompt tokens are saved. They are computed for good when their step has been scheduled, whereas
-generated ones may be speculative.
+The references are what protects blocks: requests may finish, be preempted or aborted meanwhile. Which links a step
+completes is with `connector.offers`.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -18,34 +16,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from connector.compat import pool_has_cached, pool_is_unused
 from connector.control import Grant, NotGranted, ReserveAsk
 from connector.keys import Link
 from connector.metadata import SaveJob, SaveObject, SaveReport
+from connector.offers import Item, Offers
 from connector.requests import RequestState
 from connector.shared import Shared
 from kvstore.client import NodeAddress
-from kvstore.core import Geometry, Key, MissReason, limits
+from kvstore.core import Key, MissReason
 
 MARGIN_S = 1.0  # a reservation that ends sooner is not worth starting a save with
 LATE_S = 5.0  # behind the end of its reservation no rank is waited for: each of them has reported long before
 
 
 @dataclass(slots=True)
-class _Item:
-    """A link on its way, and the blocks that it holds references on until it is `over`."""
-
-    link: Link
-    blocks: tuple[int, ...]
-    size_bytes: int
-    over: bool = False
-
-
-@dataclass(slots=True)
 class _Batch:
     """The offers of one step; `ends_s` is when their reservation ends at the latest."""
 
-    items: list[_Item]
+    items: list[Item]
     answers: "Future[Sequence[Grant | NotGranted]]"
     ends_s: float
 
@@ -55,7 +43,7 @@ class _Save:
     """A job at the workers."""
 
     node: NodeAddress
-    items: list[tuple[_Item, Grant]]
+    items: list[tuple[Item, Grant]]
     ends_s: float
     reports: list[SaveReport] = field(default_factory=list)
 
@@ -71,19 +59,16 @@ class Saves:
     """All saves of this engine."""
 
     def __init__(self, shared: Shared) -> None:
-        self.geometry: Geometry | None = None
+        self.offers = Offers(shared)
         self._shared = shared
         self._control = shared.control
         self._config = shared.config
         self._known = shared.known
         self._stats = shared.stats
         self._clock = shared.clock
-        self._pool: Any = None
-        self._offered: dict[Key, str] = {}  # links under way, with their node once there is one
         self._batches: list[_Batch] = []
         self._jobs: dict[int, _Save] = {}
         self._commits: list[_Commit] = []
-        self._pinned = 0
         self._next_job = 0
 
     @property
@@ -94,89 +79,26 @@ class Saves:
     @property
     def pinned_blocks(self) -> int:
         """References on blocks."""
-        return self._pinned
-
-    def bind(self, pool: Any) -> None:
-        """The engine's block pool."""
-        self._pool = pool
+        return self.offers.pins.count
 
     def leave_no_block(self, cause: str) -> bool:
-        """Gives everything up; whether the pool then holds no KV any more, used or cached.
-
-        vLLM has tried to empty it before it asks us, in vain where references of ours were in its way.
-        """
+        """Gives everything up; whether the engine's pool then holds no KV any more, used or cached."""
         self.give_up_all(cause)
-        if pool_is_unused(self._pool):
-            self._pool.reset_prefix_cache()
-        return pool_is_unused(self._pool) and not pool_has_cached(self._pool)
+        return self.offers.pins.empty_pool()
 
     # --- planning -------------------------------------------------------------------------------------
 
     def plan(self, scheduler_output: Any, states: Mapping[str, RequestState]) -> None:
         """Offers what this step completes, in one reservation."""
-        items: list[_Item] = []
+        items: list[Item] = []
         try:
-            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-                state = states.get(request_id)
-                if state is not None and state.links is not None and state.epoch == self._shared.epoch:
-                    items.extend(
-                        self._completed(
-                            state, num_tokens, scheduler_output, limits.BATCH_KEYS_MAX - len(items)
-                        )
-                    )
+            for item in self.offers.completed_by(scheduler_output, states):
+                items.append(item)  # noqa: PERF402 - those before an exception, too
         finally:  # references that were taken are always followed up
             if items:
                 self._offer(items)
 
-    def _completed(
-        self, state: RequestState, num_tokens: int, output: Any, items_max: int
-    ) -> Iterator[_Item]:
-        """The links that `num_tokens` more tokens complete, with references taken on their blocks."""
-        assert state.links is not None
-        stop = min(state.request.num_computed_tokens + num_tokens, state.prompt_tokens)
-        table: Sequence[int] | None = None
-        while items_max > 0 and state.offered < len(state.links) and state.links[state.offered].stop <= stop:
-            link = state.links[state.offered]
-            if link.key not in self._offered and self._known.node_of(link.key) is None:
-                if table is None:
-                    (table,) = output.kv_connector_block_state.get_block_ids(state.request_id)
-                blocks = tuple(
-                    table[link.start // self._shared.block_tokens : link.stop // self._shared.block_tokens]
-                )
-                if not self._pin(blocks):
-                    return
-                self._offered[link.key] = ""
-                items_max -= 1
-                yield _Item(link, blocks, self._size(link))
-            state.offered += 1
-
-    def _size(self, link: Link) -> int:
-        assert self.geometry is not None
-        return self.geometry.object_bytes(link.stop - link.start)
-
-    def _pin(self, blocks: Sequence[int]) -> bool:
-        """Takes references, if the bound allows it."""
-        if self._pinned + len(blocks) > self._config.pinned_share * self._pool.num_gpu_blocks:
-            return False
-        assert all(not self._pool.blocks[block].is_null for block in blocks), (
-            "a link of blocks that do not exist"
-        )
-        self._pool.touch([self._pool.blocks[block] for block in blocks])
-        self._pinned += len(blocks)
-        return True
-
-    def _let_go(self, item: _Item, *, stored_at: str | None = None) -> None:
-        """Ends an item: gives its references back, once."""
-        if item.over:
-            return
-        item.over = True
-        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(item.blocks)])
-        self._pinned -= len(item.blocks)
-        self._offered.pop(item.link.key, None)
-        if stored_at is not None:
-            self._known.add(item.link.key, stored_at)
-
-    def _offer(self, items: list[_Item]) -> None:
+    def _offer(self, items: list[Item]) -> None:
         asks = [
             ReserveAsk(i.link.key, i.link.parent, i.link.depth, i.size_bytes, cold=i.link.tail) for i in items
         ]
@@ -195,10 +117,10 @@ class Saves:
 
     def _granted(self, batch: _Batch) -> Iterator[SaveJob]:
         if batch.answers.exception() is not None:
-            self._end([item for item in batch.items if not item.over], "no node answered the reservation")
+            self.offers.drop(batch.items, "no node answered the reservation")
             return
-        by_node: dict[tuple[bytes, bytes], list[tuple[_Item, Grant]]] = {}
-        void: list[tuple[_Item, Grant]] = []
+        by_node: dict[tuple[bytes, bytes], list[tuple[Item, Grant]]] = {}
+        void: list[tuple[Item, Grant]] = []
         for item, answer in zip(batch.items, batch.answers.result(), strict=True):
             if isinstance(answer, Grant):
                 group = void if item.over else by_node.setdefault((answer.node.node, answer.node.boot), [])
@@ -213,13 +135,13 @@ class Saves:
             elif (job := self._start(granted, batch)) is not None:
                 yield job
 
-    def _not_granted(self, item: _Item, answer: NotGranted) -> None:
+    def _not_granted(self, item: Item, answer: NotGranted) -> None:
         node = answer.node.node.hex() if answer.node is not None else ""
-        self._let_go(item, stored_at=node if answer.stored else None)
+        self.offers.let_go(item, stored_at=node if answer.stored else None)
         if not answer.stored:
             self._stats.drop(f"refused: {answer.reason}" if answer.reason else "another engine is saving it")
 
-    def _start(self, granted: list[tuple[_Item, Grant]], batch: _Batch) -> SaveJob | None:
+    def _start(self, granted: list[tuple[Item, Grant]], batch: _Batch) -> SaveJob | None:
         node = granted[0][1].node
         deadline_s = batch.ends_s - self._clock() - MARGIN_S
         if deadline_s <= 0:
@@ -228,24 +150,17 @@ class Saves:
         job, self._next_job = self._next_job, self._next_job + 1
         self._jobs[job] = _Save(node, granted, batch.ends_s)
         for item, _ in granted:
-            self._offered[item.link.key] = node.node.hex()
+            self.offers.placed[item.link.key] = node.node.hex()
         objects = tuple(
             SaveObject(item.link.key, grant.generation, grant.extents, item.size_bytes, item.blocks)
             for item, grant in granted
         )
         return SaveJob(job, node, objects, deadline_s)
 
-    def _hand_back(self, granted: list[tuple[_Item, Grant]], cause: str) -> None:
+    def _hand_back(self, granted: list[tuple[Item, Grant]], cause: str) -> None:
         """Nothing has been written yet."""
         self._control.abort([grant for _, grant in granted], quiet=True)
-        self._end([item for item, _ in granted], cause)
-
-    def _end(self, items: Sequence[_Item], cause: str) -> None:
-        """These are not saved."""
-        if items:
-            self._stats.drop(cause, len(items))
-        for item in items:
-            self._let_go(item)
+        self.offers.drop([item for item, _ in granted], cause)
 
     # --- reported -------------------------------------------------------------------------------------
 
@@ -280,8 +195,8 @@ class Saves:
             self._control.abort(aborts, quiet=all(report.quiet for report in save.reports))
             self._stats.drop("its bytes could not be written", len(aborts))
         for item, _ in save.items:
-            self._let_go(item)
-        self._offered.update(dict.fromkeys(keys, save.node.node.hex()))
+            self.offers.let_go(item)
+        self.offers.placed.update(dict.fromkeys(keys, save.node.node.hex()))
 
     def _learn(self, save: _Save) -> None:
         """Whether the node could be written to. Ranks that write nothing know nothing."""
@@ -293,7 +208,8 @@ class Saves:
 
     def _table(self, save: _Save, position: int) -> bytes | None:
         """The object's table from all ranks' runs; None when a rank failed or a run is missing."""
-        assert self.geometry is not None
+        geometry = self.offers.geometry
+        assert geometry is not None
         runs: dict[int, bytes] = {}
         for report in save.reports:
             checksums = report.checksums[position]
@@ -305,9 +221,9 @@ class Saves:
                 )
                 return None
             runs.update(checksums)
-        if set(runs) != set(range(self.geometry.num_runs)):
+        if set(runs) != set(range(geometry.num_runs)):
             return None
-        return b"".join(runs[index] for index in range(self.geometry.num_runs))
+        return b"".join(runs[index] for index in range(geometry.num_runs))
 
     def tick(self) -> None:
         """Takes the answers to commits, and gives up on ranks that do not report."""
@@ -320,7 +236,7 @@ class Saves:
                 commit.answers.result() if commit.answers.exception() is None else [False] * len(commit.keys)
             )
             for key, committed in zip(commit.keys, answers, strict=True):
-                self._offered.pop(key, None)
+                self.offers.placed.pop(key, None)
                 if committed:
                     self._known.add(key, commit.node)
                     self._stats.committed_objects += 1
@@ -332,36 +248,26 @@ class Saves:
         for job in list(self._jobs):
             self._give_up(self._jobs.pop(job), cause)
         for batch in self._batches:
-            self._end([item for item in batch.items if not item.over], cause)
+            self.offers.drop(batch.items, cause)
 
     def _give_up(self, save: _Save, cause: str, keys: Container[Key] | None = None) -> None:
         """Ends a save (or these keys of it). Ranks may still read the blocks, for bytes that nobody will commit."""
         ended = [(x, grant) for x, grant in save.items if not x.over and (keys is None or x.link.key in keys)]
         if ended:
             self._control.abort([grant for _, grant in ended], quiet=False)
-        self._end([item for item, _ in ended], cause)
+        self.offers.drop([item for item, _ in ended], cause)
 
     def roll_back(self, state: RequestState) -> None:
         """vLLM has just found KV that the request had to be invalid: its tokens are computed again from there on.
 
         Under MultiConnector another connector may say so of what it brought, after the step that used it.
         """
-        offered = (state.links or ())[: state.offered]
-        computed = state.request.num_computed_tokens
-        keys = {link.key for link in offered if link.stop > computed}
-        state.offered -= len(keys)
-        if keys:
+        if keys := self.offers.roll_back(state):
             cause = "its KV turned out to be invalid"
             for save in self._jobs.values():
                 self._give_up(save, cause, keys)
             for batch in self._batches:
-                self._end([item for item in batch.items if not item.over and item.link.key in keys], cause)
-
-    def finished(self, state: RequestState) -> None:
-        """The request's blocks go: what was not offered by now never will be."""
-        if state.links is not None and state.epoch == self._shared.epoch and state.offered < len(state.links):
-            left = len(state.links) - state.offered
-            self._stats.drop("saves under way hold as many KV blocks as pinned_share allows", left)
+                self.offers.drop([item for item in batch.items if item.link.key in keys], cause)
 
     def covered(self, links: Sequence[Link]) -> tuple[int, list[str]]:
         """How many of a chain's first links are stored or under way, and the ids of the nodes that have them."""
@@ -379,7 +285,7 @@ class Saves:
 
     def _placed(self) -> dict[Key, str | None]:
         """The node of each link under way: empty where that is open, None where nobody took it."""
-        placed: dict[Key, str | None] = dict(self._offered)
+        placed: dict[Key, str | None] = dict(self.offers.placed)
         for batch in self._batches:
             if not batch.answers.done():
                 continue

@@ -98,7 +98,7 @@ class SchedulerHalf:
         current = namespace is not None and state.epoch == self.shared.epoch
         if not self.shared.config.save or not current or not state.links or was_aborted(request):
             return False, None
-        self.saves.finished(state)
+        self.saves.offers.finished(state)
         num_links, nodes = self.saves.covered(state.links)
         assert self.session.manifest is not None
         return False, write_note(self.session.manifest, state.links[:num_links], nodes)
@@ -217,7 +217,7 @@ class SchedulerHalf:
         idle = not self.shared.config.save or self.breaker.open or self._old_blocks
         if idle or self.session.manifest is None:
             return
-        self.saves.geometry = self.session.manifest.geometry
+        self.saves.offers.geometry = self.session.manifest.geometry
         for request_id in scheduler_output.num_scheduled_tokens:
             if (state := self.states.get(request_id)) is not None:
                 self._prepare(state)
@@ -259,7 +259,7 @@ class SchedulerHalf:
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
         """The pool whose blocks saves hold references on."""
-        self.saves.bind(pool)
+        self.saves.offers.pins.bind(pool)
 
     def shake_hands(self, metadata: dict[tuple[int, int], Any]) -> None:
         """What the ranks say of their KV caches."""

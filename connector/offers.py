@@ -1,0 +1,112 @@
+"""Links on their way into the store: which ones a step completes, and what protects them until they are over.
+
+A link is offered once its tokens are computed for good, unless it is known to be stored or on its way already. From
+then on its blocks have references (`connector.pins`), until its save has ended one way or the other. Beyond the
+bound of references a link waits for a later step of its request, or is dropped with it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from connector.keys import Link
+from connector.pins import Pins
+from connector.requests import RequestState
+from connector.shared import Shared
+from kvstore.core import Geometry, Key, limits
+
+
+@dataclass(slots=True)
+class Item:
+    """A link on its way, and the blocks that it holds references on until it is `over`."""
+
+    link: Link
+    blocks: tuple[int, ...]
+    size_bytes: int
+    over: bool = False
+
+
+class Offers:
+    """All links of this engine on their way.
+
+    Attributes:
+        geometry: the shape of objects.
+        placed: by key, the id of the node that a link goes to; empty where that is open.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self.geometry: Geometry | None = None
+        self.pins = Pins(shared.config.pinned_share)
+        self.placed: dict[Key, str] = {}
+        self._shared = shared
+        self._known = shared.known
+        self._stats = shared.stats
+
+    def completed_by(self, scheduler_output: Any, states: Mapping[str, RequestState]) -> Iterator[Item]:
+        """What a step completes, at most what one reservation may ask for, with references taken."""
+        left = limits.BATCH_KEYS_MAX
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            state = states.get(request_id)
+            if state is not None and state.links is not None and state.epoch == self._shared.epoch:
+                for item in self._completed(state, num_tokens, scheduler_output, left):
+                    left -= 1
+                    yield item
+
+    def _completed(self, state: RequestState, num_tokens: int, output: Any, items_max: int) -> Iterator[Item]:
+        """The links that `num_tokens` more tokens complete."""
+        assert state.links is not None
+        stop = min(state.request.num_computed_tokens + num_tokens, state.prompt_tokens)
+        table: Sequence[int] | None = None
+        while items_max > 0 and state.offered < len(state.links) and state.links[state.offered].stop <= stop:
+            link = state.links[state.offered]
+            if link.key not in self.placed and self._known.node_of(link.key) is None:
+                if table is None:
+                    (table,) = output.kv_connector_block_state.get_block_ids(state.request_id)
+                item = self._item(link, table)
+                if item is None:
+                    return
+                items_max -= 1
+                yield item
+            state.offered += 1
+
+    def _item(self, link: Link, table: Sequence[int]) -> Item | None:
+        """The link with references on its blocks; None beyond their bound."""
+        assert self.geometry is not None
+        size = self._shared.block_tokens
+        blocks = tuple(table[link.start // size : link.stop // size])
+        if not self.pins.take(blocks):
+            return None
+        self.placed[link.key] = ""
+        return Item(link, blocks, self.geometry.object_bytes(link.stop - link.start))
+
+    def let_go(self, item: Item, *, stored_at: str | None = None) -> None:
+        """Ends an item: gives its references back, once."""
+        if item.over:
+            return
+        item.over = True
+        self.pins.give_back(item.blocks)
+        self.placed.pop(item.link.key, None)
+        if stored_at is not None:
+            self._known.add(item.link.key, stored_at)
+
+    def drop(self, items: Iterable[Item], cause: str) -> None:
+        """These are not saved."""
+        ended = [item for item in items if not item.over]
+        if ended:
+            self._stats.drop(cause, len(ended))
+        for item in ended:
+            self.let_go(item)
+
+    def roll_back(self, state: RequestState) -> set[Key]:
+        """The keys of this request that were offered and rest on tokens that are not computed any more."""
+        offered = (state.links or ())[: state.offered]
+        computed = state.request.num_computed_tokens
+        keys = {link.key for link in offered if link.stop > computed}
+        state.offered -= len(keys)
+        return keys
+
+    def finished(self, state: RequestState) -> None:
+        """The request's blocks go: what was not offered by now never will be."""
+        if state.links is not None and state.epoch == self._shared.epoch and state.offered < len(state.links):
+            left = len(state.links) - state.offered
+            self._stats.drop("saves under way hold as many KV blocks as pinned_share allows", left)
