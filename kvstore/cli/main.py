@@ -10,11 +10,19 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvstore.cli import config, proxy, serve, version
+from kvstore.cli import config, proxy, scrub, serve, version
+from kvstore.cli import format as format_device
 from kvstore.core import BadConfiguration, KVStoreError
 from kvstore.node import SETTINGS
 
-COMMANDS = {"serve": serve, "proxy": proxy, "config": config, "version": version}
+COMMANDS = {
+    "serve": serve,
+    "proxy": proxy,
+    "format": format_device,
+    "scrub": scrub,
+    "config": config,
+    "version": version,
+}
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,6 +1,6 @@
 """The process: configuration (read once), composition (the only place that knows all rooms), run."""
 
-from kvstore.node.checks import is_loopback, read_token
+from kvstore.node.checks import in_words, is_loopback, read_token
 from kvstore.node.config import Loaded, load_config
 from kvstore.node.logs import start_logging
 from kvstore.node.quiet import MOONCAKE_NOISE, without_noise
@@ -21,6 +21,7 @@ __all__ = [
     "Loaded",
     "LogSection",
     "Setting",
+    "in_words",
     "is_loopback",
     "load_config",
     "read_token",

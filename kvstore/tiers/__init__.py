@@ -2,6 +2,7 @@
 
 from kvstore.tiers.arena import Arena
 from kvstore.tiers.nvme import (
+    FORMAT_VERSION,
     Device,
     DeviceDown,
     DeviceRefused,
@@ -30,6 +31,7 @@ from kvstore.tiers.nvme import (
 from kvstore.tiers.pages import PageAllocator
 
 __all__ = [
+    "FORMAT_VERSION",
     "Arena",
     "Device",
     "DeviceDown",

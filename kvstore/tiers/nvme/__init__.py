@@ -2,7 +2,7 @@
 
 from kvstore.tiers.nvme.base import Get, NewObject, Refusal
 from kvstore.tiers.nvme.device import Device, DeviceDown, DeviceRefused, FileDevice, aligned
-from kvstore.tiers.nvme.label import Label, read_label
+from kvstore.tiers.nvme.label import FORMAT_VERSION, Label, read_label
 from kvstore.tiers.nvme.mounting import Mounted, create_file, format_device, mount
 from kvstore.tiers.nvme.nvme_device import NvmeConfig, NvmeDevice, NvmeStats
 from kvstore.tiers.nvme.records import Record
@@ -11,6 +11,7 @@ from kvstore.tiers.nvme.tier import NvmeTier, Placed
 from kvstore.tiers.nvme.volume import PagesFailed, Volume
 
 __all__ = [
+    "FORMAT_VERSION",
     "Device",
     "DeviceDown",
     "DeviceRefused",

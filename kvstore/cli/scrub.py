@@ -1,0 +1,93 @@
+"""Read all objects on NVMe devices that no node uses now and verify them; exit code 1 when something is wrong."""
+
+import argparse
+import asyncio
+import time
+from typing import NamedTuple
+
+from kvstore.cli.devices import add_catalog, catalogs_of, parse_size
+from kvstore.core import BadConfiguration
+from kvstore.node import LogSection, in_words, start_logging
+from kvstore.tiers import FileDevice, NvmeConfig, NvmeDevice, read_label, scrub
+
+BYTES_PER_S = "256MiB"
+
+
+class Tally(NamedTuple):
+    """What a scrub of one device came to."""
+
+    sound: int
+    size_bytes: int
+    bad: int
+    passed_by: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which devices, and how fast."""
+    parser.add_argument("device", metavar="DEVICE", nargs="+", help="Block device, or file.")
+    parser.add_argument(
+        "--bytes-per-s",
+        metavar="SIZE",
+        default=BYTES_PER_S,
+        help=f"What each device is read with at most. Default: {BYTES_PER_S}.",
+    )
+    add_catalog(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Scrubs one device after the other."""
+    start_logging(LogSection(level="warning"))
+    bytes_per_s = parse_size("--bytes-per-s", options.bytes_per_s)
+    if bytes_per_s < 1:
+        raise BadConfiguration("--bytes-per-s: it must be at least 1")
+    findings = 0
+    for path in options.device:
+        began_s = time.monotonic()
+        tally = asyncio.run(_scrub(_config(path, options), bytes_per_s))
+        findings += tally.bad + tally.passed_by
+        print(_summary(path, tally, time.monotonic() - began_s))
+    return 1 if findings else 0
+
+
+def _config(path: str, options: argparse.Namespace) -> NvmeConfig:
+    device = FileDevice.open(path)
+    try:
+        node = read_label(device).node
+    finally:
+        device.close()
+    return NvmeConfig(path=path, node=node, catalogs=catalogs_of(options, path))
+
+
+async def _scrub(config: NvmeConfig, bytes_per_s: float) -> Tally:
+    """Prints each bad object.
+
+    Raises:
+        DeviceRefused, DeviceDown
+    """
+    device = NvmeDevice(config)
+    sound = size_bytes = bad = 0
+    try:
+        await device.start()
+        device.health.check()
+        objects = len(device.records)
+        async for record, error in scrub(device, bytes_per_s):
+            size_bytes += record.size_bytes
+            sound += not error
+            bad += bool(error)
+            if error:
+                print(f"{config.path}: bad: {error}", flush=True)
+    finally:
+        await device.stop()
+    return Tally(sound, size_bytes, bad, objects - sound - bad)
+
+
+def _summary(path: str, tally: Tally, took_s: float) -> str:
+    text = (
+        f"{path}: {tally.sound} objects are sound, {tally.bad} are bad; "
+        f"{in_words(tally.size_bytes)} in {took_s:.1f} s"
+    )
+    if tally.bad:
+        text += ". Bad objects are misses, and go when they are asked for; look at the device (`smartctl -a`)"
+    if tally.passed_by:
+        text += f". {tally.passed_by} could not be verified: their namespace's manifest is lost"
+    return text
