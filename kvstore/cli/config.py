@@ -5,9 +5,10 @@ The output is a valid configuration file. Passwords are not shown.
 
 import argparse
 import json
+from itertools import groupby
 
 from kvstore.cli.settings import add_settings, load
-from kvstore.node import SETTINGS, without_password
+from kvstore.node import REPEATED, SETTINGS, name_in, tables_of, without_password
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,12 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints TOML with the origin of each value behind it."""
     config, origins = load(options)
-    section = ""
-    for setting in SETTINGS:
-        if setting.section != section:
-            print(f"\n[{setting.section}]" if section else f"[{setting.section}]")
-            section = setting.section
-        value = getattr(getattr(config, setting.section), setting.key)
-        shown = without_password(value) if setting.name == "redis.url" else value
-        print(f"{setting.key} = {json.dumps(shown, ensure_ascii=False)}  # {origins[setting.name]}")
+    for section, settings in groupby(SETTINGS, key=lambda setting: setting.section):
+        own = list(settings)
+        for number, table in enumerate(tables_of(config, section)):
+            print(f"\n[[{section}]]" if section == REPEATED else f"\n[{section}]")
+            for setting in own:
+                value = getattr(table, setting.key)
+                shown = without_password(value) if setting.name == "redis.url" else value
+                origin = origins.get(name_in(number, setting.name), "default")
+                print(f"{setting.key} = {json.dumps(shown, ensure_ascii=False)}  # {origin}")
     return 0

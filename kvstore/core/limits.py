@@ -70,6 +70,7 @@ TRANSFER_BATCH_BYTES_MAX = 64 * MIB
 
 # NVMe
 NVME_THREADS_DEFAULT = 4  # 8 suit the latency of NVMe-oF
+NVME_THREADS_MAX = 64
 NVME_DEADLINE_S_DEFAULT = 5.0  # one I/O that takes longer means that the device is down
 NVME_PROBE_S = 1.0  # between two looks at a device that is down
 NVME_WATCH_S = 0.25  # between two looks at how long running I/O takes
@@ -77,6 +78,8 @@ NVME_IO_BYTES = MIB
 NVME_WRITING_BYTES_MAX = 512 * MIB  # of objects being written to one device
 NVME_COMMIT_RECORDS_MAX = 1_024  # in one group commit
 CATALOG_MAP_BYTES_MIN = 64 * MIB
+PROMOTE_DEADLINE_S_DEFAULT = 10.0  # of one object, from the moment that it has pages in DRAM
+FLUSH_S_DEFAULT = 20.0  # of a node that stops
 
 # Index
 INDEX_FIRST_KEYS = 32  # what a lookup asks for before it asks for the rest

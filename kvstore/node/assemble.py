@@ -23,6 +23,7 @@ from kvstore.index import NodeRecord, Publisher, RedisIndex
 from kvstore.node.banner import banner, warnings_of
 from kvstore.node.checks import is_loopback, read_token
 from kvstore.node.clock import LoopClock
+from kvstore.node.devices import make_tier
 from kvstore.node.embedded_redis import EmbeddedRedis
 from kvstore.node.heart import Heart
 from kvstore.node.manifests import Manifests
@@ -34,7 +35,7 @@ from kvstore.node.settings import join_address, split_address, without_password
 from kvstore.policy import PrefixLru
 from kvstore.server import ControlServer
 from kvstore.store import Mover
-from kvstore.tiers import Arena
+from kvstore.tiers import Arena, NvmeTier
 from kvstore.transfer import MooncakeTransfer
 from kvstore.wire import BootId, NodeId, Welcome
 
@@ -80,6 +81,7 @@ class _Assembly:
         self._stack.push_async_callback(index.close)
         self._arena = await self._map_arena()
         self._transfer = self._register_arena()
+        self._nvme = await self._mount_devices()
         manifests = Manifests(index)
         self._store = MeteredStore(
             self._arena.page_count,
@@ -131,6 +133,12 @@ class _Assembly:
         transfer.register(self._arena.address, self._arena.size_bytes)
         self._stack.callback(transfer.unregister, self._arena.address)
         return transfer
+
+    async def _mount_devices(self) -> NvmeTier:
+        tier = make_tier(self._config)
+        await tier.start()
+        self._stack.push_async_callback(tier.stop)
+        return tier
 
     async def _start_control(self) -> ControlServer:
         mover = Mover(self._store, self._arena)
@@ -219,6 +227,7 @@ class _Assembly:
             admin=admin_address,
             mooncake=self._transfer.segment,
             embedded_redis=without_password(self._embedded.url) if self._embedded else "",
+            devices=[device.stats() for device in self._nvme.devices],
             warnings=warnings_of(self._config, self._arena.warnings),
         )
 

@@ -5,16 +5,24 @@ import shlex
 from collections.abc import Iterable
 
 from kvstore import __version__
-from kvstore.node.checks import WILDCARDS, in_words, is_loopback
+from kvstore.node.checks import WILDCARDS, default_name, in_words, is_loopback
 from kvstore.node.ports import resolves
 from kvstore.node.sections import Config
 from kvstore.node.settings import join_address, split_address, without_password
+from kvstore.tiers import NvmeStats
 
 READY = "kvstore is ready"
 
 
 def banner(
-    config: Config, *, control: str, admin: str, mooncake: str, embedded_redis: str, warnings: Iterable[str]
+    config: Config,
+    *,
+    control: str,
+    admin: str,
+    mooncake: str,
+    embedded_redis: str,
+    devices: Iterable[NvmeStats],
+    warnings: Iterable[str],
 ) -> str:
     """The text.
 
@@ -24,6 +32,7 @@ def banner(
         admin: the bound address of the admin endpoint.
         mooncake: name of the arena's segment.
         embedded_redis: URL of the embedded Redis, empty when the index is the fleet's.
+        devices: of the NVMe tier.
         warnings: one line each.
     """
     if embedded_redis:
@@ -35,7 +44,7 @@ def banner(
         "" if is_loopback(config.node.advertise) else ' (with "host", the address of the engine\'s own host)'
     )
     dram = config.dram
-    facts = {
+    facts: dict[str, str] = {
         "control": control if control == advertised else f"{control}, engines use {advertised}",
         "admin": f"http://{admin}  (/healthz /readyz /metrics /v1/stats /v1/objects)",
         "mooncake": f"{mooncake} ({config.transfer.protocol})",
@@ -46,12 +55,20 @@ def banner(
         [
             f"kvstore {__version__}, node {config.node.id}",
             *(f"  {name:<9} {fact}" for name, fact in facts.items()),
+            *(f"  {'nvme':<9} {_device(stats, config.tiers.spill)}" for stats in devices),
             *(f"  warning: {warning}" for warning in warnings),
             f"To use it from vLLM, add{elsewhere}:",
             f"  {vllm_flag(config, advertised)}",
             f"{READY}; SIGTERM or Ctrl-C stops it",
         ]
     )
+
+
+def _device(stats: NvmeStats, spill: str) -> str:
+    if not stats.up:
+        return f"{stats.path}: not there yet, it is taken in when it is ({stats.reason})"
+    size = in_words(stats.pages * stats.page_bytes)
+    return f"{stats.path}, {size}, {stats.objects} objects found on it, spill = {spill}"
 
 
 def vllm_flag(config: Config, control: str) -> str:
@@ -83,6 +100,11 @@ def warnings_of(config: Config, arena_warnings: Iterable[str]) -> list[str]:
         for name in dict.fromkeys((config.node.advertise, config.transfer.host))
         if not resolves(name)
     )
+    if config.nvme and config.node.id == default_name(config.control.listen):
+        found.append(
+            f"devices bear the name of their node; {config.node.id!r} follows from host name and port: give it one "
+            "of its own (--node-id), else it finds its devices taken after these have changed"
+        )
     host, _ = split_address(config.control.listen)
     if config.auth.insecure and not config.auth.token_file and not is_loopback(host):
         found.append("control has no token (--insecure): whoever reaches it can use and drop everything")

@@ -9,13 +9,14 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.core import BadConfiguration
 from kvstore.core.limits import KIB, MIB, TOKEN_BYTES_MAX
 from kvstore.index import RedisIndex
+from kvstore.node.device_checks import settle_devices
 from kvstore.node.memory import default_arena_bytes, memory_bytes
+from kvstore.node.refusing import Origins, refuse
 from kvstore.node.sections import AuthSection, Config, DramSection
 from kvstore.node.settings import split_address
 
@@ -24,8 +25,6 @@ PAGE_BYTES_MIN = 4 * KIB
 PAGE_BYTES_MAX = 64 * MIB
 TOKEN_BYTES_MIN = 16
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104  (refused without an address to advertise)
-
-Origins = Mapping[str, str]
 
 
 def settle(config: Config, origins: Origins) -> Config:
@@ -39,16 +38,23 @@ def settle(config: Config, origins: Origins) -> Config:
     _check_transfer(config, origins)
     read_token(config.auth, origins)
     _check_log(config, origins)
-    control_host, control_port = split_address(config.control.listen)
-    advertise = config.node.advertise or control_host
-    # A port that the kernel chooses names nobody, and two such nodes must not share an id.
-    name = config.node.id or f"{socket.gethostname()}:{control_port or f'pid-{os.getpid()}'}"
+    advertise = config.node.advertise or split_address(config.control.listen)[0]
     return dataclasses.replace(
         config,
-        node=dataclasses.replace(config.node, id=name, advertise=advertise),
+        node=dataclasses.replace(
+            config.node, id=config.node.id or default_name(config.control.listen), advertise=advertise
+        ),
         dram=_settle_dram(config.dram, origins, memory_bytes()),
+        nvme=settle_devices(config, origins),
         transfer=dataclasses.replace(config.transfer, host=config.transfer.host or advertise),
     )
+
+
+def default_name(listen: str) -> str:
+    """The name of a node that was given none, from where it listens."""
+    _, port = split_address(listen)
+    # A port that the kernel chooses names nobody, and two such nodes must not share an id.
+    return f"{socket.gethostname()}:{port or f'pid-{os.getpid()}'}"
 
 
 def read_token(auth: AuthSection, origins: Origins | None = None) -> bytes:
@@ -86,30 +92,24 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _refuse(origins: Origins, name: str, problem: str) -> BadConfiguration:
-    """An error about a setting. One that was left at its default has no better place than its name."""
-    origin = origins.get(name, "default")
-    return BadConfiguration(f"{name}: {problem}" if origin == "default" else f"{origin}: {name}: {problem}")
-
-
 def _check_addresses(config: Config, origins: Origins) -> None:
     listens = {"control.listen": config.control.listen, "admin.listen": config.admin.listen}
     for name, address in listens.items():
         host, _ = split_address(address)
         if not is_loopback(host) and not config.auth.token_file and not config.auth.insecure:
-            raise _refuse(
+            raise refuse(
                 origins,
                 name,
                 f"{address} can be reached from the network and no token is asked for: set auth.token_file "
                 "(--auth-token-file FILE), or --insecure if the network is trusted",
             )
     if config.control.listen == config.admin.listen and split_address(config.admin.listen)[1]:
-        raise _refuse(
+        raise refuse(
             origins, "admin.listen", f"{config.admin.listen} is the control endpoint's address: take another"
         )
     host, _ = split_address(config.control.listen)
     if host in WILDCARDS and not config.node.advertise:
-        raise _refuse(
+        raise refuse(
             origins,
             "node.advertise",
             f"control.listen is {config.control.listen}, which engines cannot connect to: set the host name or "
@@ -120,7 +120,7 @@ def _check_addresses(config: Config, origins: Origins) -> None:
         "transfer.host": config.transfer.host,
     }.items():
         if ":" in value and not _is_ip(value):
-            raise _refuse(origins, name, f"{value!r} must be a host only, without a port")
+            raise refuse(origins, name, f"{value!r} must be a host only, without a port")
 
 
 def _is_ip(text: str) -> bool:
@@ -141,7 +141,7 @@ def _check_redis(config: Config, origins: Origins) -> None:
 
 def _check_transfer(config: Config, origins: Origins) -> None:
     if config.transfer.protocol != "rdma" and config.transfer.devices:
-        raise _refuse(
+        raise refuse(
             origins,
             "transfer.devices",
             "devices are for rdma: add --transfer-protocol rdma, or leave them out",
@@ -153,11 +153,11 @@ def _check_log(config: Config, origins: Origins) -> None:
         return
     path = Path(config.log.file)
     if path.is_dir():
-        raise _refuse(origins, "log.file", f"{path} is a directory: name a file in it")
+        raise refuse(origins, "log.file", f"{path} is a directory: name a file in it")
     target = path if path.exists() else path.parent
     if not os.access(target, os.W_OK):
         reason = "cannot be written by this user" if target.exists() else "does not exist"
-        raise _refuse(
+        raise refuse(
             origins, "log.file", f"{target} {reason}: create it, or leave log.file out to log to stderr"
         )
 
@@ -165,7 +165,7 @@ def _check_log(config: Config, origins: Origins) -> None:
 def _settle_dram(dram: DramSection, origins: Origins, memory: int) -> DramSection:
     page = dram.page_bytes
     if not PAGE_BYTES_MIN <= page <= PAGE_BYTES_MAX or page & (page - 1):
-        raise _refuse(
+        raise refuse(
             origins,
             "dram.page_bytes",
             f"{page} is not a power of two from {PAGE_BYTES_MIN} to {PAGE_BYTES_MAX}; 1MiB suits most models",
@@ -176,13 +176,13 @@ def _settle_dram(dram: DramSection, origins: Origins, memory: int) -> DramSectio
         else default_arena_bytes(memory)
     )
     if size < PAGES_MIN * page:
-        raise _refuse(
+        raise refuse(
             origins,
             "dram.size_bytes",
             f"{size} bytes are less than {PAGES_MIN} pages of {page}: set at least {PAGES_MIN * page}",
         )
     if size > memory:
-        raise _refuse(
+        raise refuse(
             origins,
             "dram.size_bytes",
             f"an arena of {in_words(size)} does not fit: this machine, or the cgroup of this process, has "

@@ -11,11 +11,11 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvstore.core import BadConfiguration
 from kvstore.node.checks import settle
-from kvstore.node.sections import SECTIONS, SETTINGS, Config
+from kvstore.node.sections import REPEATED, SECTIONS, SETTINGS, Config
 from kvstore.node.settings import Setting, Value
 
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
@@ -56,18 +56,43 @@ def load_config(
     given = _from_file(path) if path else {}
     given |= _from_environment(environment)
     given |= {name: _Given(raw, _setting(name).flag) for name, raw in (flags or {}).items()}
-    values: dict[str, dict[str, Value]] = {section: {} for section in SECTIONS}
+    _refuse_ambiguous(given)
+    values: dict[str, dict[str, Value]] = {section: {} for section in SECTIONS if section != REPEATED}
     for name, (raw, origin) in given.items():
-        setting = _setting(name)
-        values[setting.section][setting.key] = _parsed(setting, raw, origin)
-    config = Config(**{section: SECTIONS[section](**values[section]) for section in SECTIONS})
+        table, _, key = name.rpartition(".")
+        values.setdefault(table, {})[key] = _parsed(_setting(name), raw, origin)
+    sections: dict[str, Any] = {
+        table: SECTIONS[table](**values.pop(table)) for table in SECTIONS if table != REPEATED
+    }
+    sections[REPEATED] = tuple(SECTIONS[REPEATED](**table) for table in values.values())
+    config = Config(**sections)
     origins = {setting.name: "default" for setting in SETTINGS}
     origins |= {name: origin for name, (_, origin) in given.items()}
     return Loaded(settle(config, origins), origins)
 
 
+def name_in(table: int, name: str) -> str:
+    """The name of a setting of the section that may be repeated: `nvme.path`, then `nvme[1].path`, ..."""
+    section, _, key = name.partition(".")
+    return f"{section}[{table}].{key}" if table else name
+
+
 def _setting(name: str) -> Setting:
-    return next(setting for setting in SETTINGS if setting.name == name)
+    plain = re.sub(r"\[\d+\]", "", name)
+    return next(setting for setting in SETTINGS if setting.name == plain)
+
+
+def _refuse_ambiguous(given: Mapping[str, _Given]) -> None:
+    """Flags and variables describe one device: which of several would they mean?"""
+    if not any(name.startswith(f"{REPEATED}[") for name in given):
+        return
+    for name, (_, origin) in given.items():
+        setting = _setting(name)
+        if setting.section == REPEATED and origin in (setting.flag, setting.variable):
+            raise BadConfiguration(
+                f"{origin}: the file has several [[{REPEATED}]] tables, so it is not clear which of them is meant: "
+                "change the file instead"
+            )
 
 
 def _parsed(setting: Setting, raw: object, origin: str) -> Value:
@@ -111,18 +136,34 @@ def _from_file(path: str) -> dict[str, _Given]:
         raise BadConfiguration(f"{path}: the configuration file is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise BadConfiguration(f"{path}: not valid TOML: {error}") from None
-    given = {}
-    for section, table in tree.items():
-        if section not in SECTIONS or not isinstance(table, dict):
-            place = f"{path}:{_line(text, section)}"
-            what = "section" if isinstance(table, dict) else "key outside of any section:"
+    given: dict[str, _Given] = {}
+    for section, content in tree.items():
+        place = f"{path}:{_line(text, section)}"
+        if section not in SECTIONS or not isinstance(content, dict | list):
+            what = "section" if isinstance(content, dict) else "key outside of any section:"
             raise BadConfiguration(f"{place}: unknown {what} {section!r}; {_hint(section, SECTIONS)}")
-        keys = [setting.key for setting in SETTINGS if setting.section == section]
-        for key, raw in table.items():
-            place = f"{path}:{_line(text, section, key)}"
-            if key not in keys:
-                raise BadConfiguration(f"{place}: unknown key {key!r} in [{section}]; {_hint(key, keys)}")
-            given[f"{section}.{key}"] = _Given(raw, place)
+        if (section == REPEATED) != isinstance(content, list):
+            right = f"[[{section}]]" if section == REPEATED else f"[{section}]"
+            raise BadConfiguration(f"{place}: the section is written {right}")
+        tables = content if isinstance(content, list) else [content]
+        for number, table in enumerate(tables):
+            given |= _from_table(path, text, section, number, table)
+    return given
+
+
+def _from_table(
+    path: str, text: str, section: str, number: int, table: Mapping[str, object]
+) -> dict[str, _Given]:
+    keys = [setting.key for setting in SETTINGS if setting.section == section]
+    given = {}
+    for key, raw in table.items():
+        place = f"{path}:{_line(text, section, key, number)}"
+        if key not in keys:
+            raise BadConfiguration(f"{place}: unknown key {key!r} in [{section}]; {_hint(key, keys)}")
+        given[name_in(number, f"{section}.{key}")] = _Given(raw, place)
+    if section == REPEATED and "path" not in table:
+        place = f"{path}:{_line(text, section, number=number)}"
+        raise BadConfiguration(f"{place}: a device needs a path: add `path = ...`")
     return given
 
 
@@ -133,24 +174,27 @@ def _hint(word: str, known: Iterable[str]) -> str:
     return f"{guess}known are: {', '.join(known)}"
 
 
-def _line(text: str, section: str, key: str = "") -> int:
-    """The line of a section's header or of a key in it, from 1 (tomllib does not tell).
+def _line(text: str, section: str, key: str = "", number: int = 0) -> int:
+    """The line of a section's `number`th header or of a key behind it, from 1 (tomllib does not tell).
 
     The file is valid TOML when this is asked, so looking for words at the start of lines is enough.
     """
-    header = rf"\[\s*[\"']?{re.escape(section)}[\"']?\s*(\]|\.)"
+    header = rf"\[\[?\s*[\"']?{re.escape(section)}[\"']?\s*(\]|\.)"
     dotted = rf"[\"']?{re.escape(section)}[\"']?\s*(\.\s*[\"']?{re.escape(key)}|=)"
+    headers = 0
     inside = False
     found = 1
-    for number, line in enumerate(text.splitlines(), start=1):
+    for at, line in enumerate(text.splitlines(), start=1):
         stripped = line.strip()
         if stripped.startswith("["):
-            inside = re.match(header, stripped) is not None
-            found = number if inside else found
+            is_header = re.match(header, stripped) is not None
+            inside = is_header and headers == number
+            headers += is_header
+            found = at if inside else found
             if inside and not key:
-                return number
+                return at
         elif re.match(dotted, stripped) or (
             inside and key and re.match(rf"[\"']?{re.escape(key)}[\"']?\s*[.=]", stripped)
         ):
-            return number
+            return at
     return found

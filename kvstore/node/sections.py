@@ -2,10 +2,21 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import cast
+from typing import cast, get_args
 
 from kvstore.core import limits
-from kvstore.node.settings import ADDRESS, SECONDS, SIZE, SWITCH, TEXT, Setting, choice, declared, setting
+from kvstore.node.settings import (
+    ADDRESS,
+    SECONDS,
+    SIZE,
+    SWITCH,
+    TEXT,
+    Setting,
+    choice,
+    count,
+    declared,
+    setting,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +79,69 @@ class DramSection:
     huge_pages: bool = setting(SWITCH, True, "Use huge pages where the kernel allows them.")
     lock: bool = setting(
         SWITCH, True, "Lock the arena into memory (best effort: a warning says what is missing)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NvmeSection:
+    """A device of the NVMe tier; one table for each."""
+
+    path: str = setting(
+        TEXT,
+        "",
+        "Block device (a local NVMe namespace, or one of NVMe-oF attached by the kernel) or file. A file that is "
+        "not there yet is made at the first start; a block device wants `kvstore format` first.",
+        default_text="no NVMe tier",
+    )
+    size_bytes: int = setting(
+        SIZE,
+        0,
+        "Size of the file when it is made. What is there already is used whole.",
+        default_text="a file is not made",
+    )
+    threads: int = setting(
+        count(2, limits.NVME_THREADS_MAX),
+        limits.NVME_THREADS_DEFAULT,
+        "Threads for its I/O, writes use all but one; 8 suit the latency of NVMe-oF.",
+    )
+    deadline_s: float = setting(
+        SECONDS,
+        limits.NVME_DEADLINE_S_DEFAULT,
+        "An I/O that takes longer means that the device is down: its objects are misses until it is back.",
+    )
+    write_bytes_per_day: int = setting(
+        SIZE,
+        0,
+        "Wear budget: what may be written to it in a day, evenly, with bursts of up to an hour's share.",
+        default_text="no bound",
+    )
+    catalog_folder: str = setting(
+        TEXT,
+        "",
+        "Folder for its catalog (LMDB), on a local file system. When it is lost it is made anew from the device.",
+        default_text="`<path>.catalog` beside a file, `/var/lib/kvstore` for a block device",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiersSection:
+    """What moves between DRAM and NVMe, and when."""
+
+    spill: str = setting(
+        choice("evict", "eager", "never"),
+        "evict",
+        "When objects are written to NVMe: when DRAM needs their room, soon after their commit, or never (what is "
+        "on NVMe is still read).",
+    )
+    promote_deadline_s: float = setting(
+        SECONDS,
+        limits.PROMOTE_DEADLINE_S_DEFAULT,
+        "A read from NVMe that takes longer is given up: a miss.",
+    )
+    flush_s: float = setting(
+        SECONDS,
+        limits.FLUSH_S_DEFAULT,
+        "How long a node that is told to stop may write what is only in DRAM to NVMe, the hottest first.",
     )
 
 
@@ -144,13 +218,26 @@ class Config:
     control: ControlSection = ControlSection()
     admin: AdminSection = AdminSection()
     dram: DramSection = DramSection()
+    nvme: tuple[NvmeSection, ...] = ()
+    tiers: TiersSection = TiersSection()
     redis: RedisSection = RedisSection()
     transfer: TransferSection = TransferSection()
     auth: AuthSection = AuthSection()
     log: LogSection = LogSection()
 
 
-SECTIONS = {field.name: cast(type, field.type) for field in dataclasses.fields(Config)}
+REPEATED = "nvme"
+"""The section that is a list of tables in the file; flags and variables describe its only table."""
+SECTIONS = {
+    field.name: cast(type, next(iter(get_args(field.type)), field.type))
+    for field in dataclasses.fields(Config)
+}
 SETTINGS: tuple[Setting, ...] = tuple(
     setting for section, section_type in SECTIONS.items() for setting in declared(section, section_type)
 )
+
+
+def tables_of(config: Config, section: str) -> tuple[object, ...]:
+    """The tables of a section: one, or of the section that may be repeated as many as were given."""
+    content = getattr(config, section)
+    return content if isinstance(content, tuple) else (content,)

@@ -148,6 +148,20 @@ SECONDS = Kind("a number of seconds above 0", _seconds)
 ADDRESS = Kind('an address such as "127.0.0.1:7400" (port 0: any free port)', _address)
 
 
+def count(least: int, most: int) -> Kind:
+    """A whole number within bounds."""
+
+    def parse(raw: object) -> int:
+        if isinstance(raw, bool | float):
+            raise ValueError
+        number = raw if isinstance(raw, int) else int(_text(raw))
+        if not least <= number <= most:
+            raise ValueError
+        return number
+
+    return Kind(f"a whole number from {least} to {most}", parse)
+
+
 def choice(*words: str) -> Kind:
     """One of a few words."""
 

@@ -26,6 +26,7 @@ def test_engines_are_told_the_advertised_address() -> None:
         admin="127.0.0.1:7401",
         mooncake="10.0.0.7:15001",
         embedded_redis="",
+        devices=[],
         warnings=["mind this"],
     )
     assert "  control   0.0.0.0:7400, engines use 10.0.0.7:7400" in text

@@ -5,7 +5,7 @@ import tomllib
 from itertools import groupby
 from pathlib import Path
 
-from kvstore.node import SETTINGS, Setting, load_config
+from kvstore.node import REPEATED, SETTINGS, Setting, load_config
 
 
 def row(setting: Setting) -> str:
@@ -21,7 +21,11 @@ def row(setting: Setting) -> str:
 def tables() -> str:
     head = "| key | default | variable | flag | meaning |\n| --- | --- | --- | --- | --- |"
     sections = groupby(SETTINGS, key=lambda setting: setting.section)
-    return "\n\n".join(f"### [{name}]\n\n{head}\n" + "\n".join(map(row, rows)) for name, rows in sections)
+    titles = {REPEATED: f"[[{REPEATED}]]"}
+    return "\n\n".join(
+        f"### {titles.get(name, f'[{name}]')}\n\n{head}\n" + "\n".join(map(row, rows))
+        for name, rows in sections
+    )
 
 
 def test_every_key_is_described_as_it_is_declared(repository: Path) -> None:
