@@ -21,7 +21,7 @@ def test_a_device_is_made_at_the_first_start_and_belongs_to_its_node(tmp_path) -
     path = tmp_path / "device"
     settings = {"nvme_path": path, "nvme_size_bytes": "32MiB", "node_id": "n1"}
     with running_node(tmp_path, **settings) as node:
-        assert f"  nvme      {path}, 31 MiB, 0 objects found on it, spill = evict" in node.banner
+        assert f"  nvme      {path}, 30 MiB, 0 objects found on it, spill = evict" in node.banner
         assert "devices bear the name" not in node.banner
         assert "is used by another process" in refused(tmp_path, **settings)
         assert node.stop() == 0
