@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support import Process
+from tests.support import Process, wait_until
 from tests.support.node import node_command, running_node
 
 pytestmark = pytest.mark.process
@@ -34,4 +34,4 @@ def test_a_device_is_made_at_the_first_start_and_belongs_to_its_node(tmp_path) -
 def test_it_starts_without_a_device_that_is_not_there(tmp_path) -> None:
     with running_node(tmp_path, nvme_path="/dev/kvstore-not-there", node_id="n1") as node:
         assert "/dev/kvstore-not-there: not there yet" in node.banner
-        assert node.get("/readyz")[0] == 200
+        wait_until(lambda: node.get("/readyz")[0] == 200)
