@@ -22,7 +22,8 @@ def settle_devices(config: Config, origins: Origins) -> tuple[NvmeSection, ...]:
     devices = config.nvme
     for number, device in enumerate(devices):
         name = f"nvme[{number}].path" if number else "nvme.path"
-        _check_path(device, name, origins)
+        if not device.path:
+            raise refuse(origins, name, "a device needs a path: a block device, or a file")
         if any(os.path.realpath(other.path) == os.path.realpath(device.path) for other in devices[:number]):
             raise refuse(origins, name, f"{device.path} is named twice: one table for each device")
     _check_name(config, origins)
@@ -35,22 +36,6 @@ def settle_devices(config: Config, origins: Origins) -> tuple[NvmeSection, ...]:
 def is_file_to_make(path: str) -> bool:
     """Whether nothing is there, and a file may be made: under /dev only the kernel makes things."""
     return not os.path.lexists(path) and not Path(os.path.abspath(path)).is_relative_to("/dev")
-
-
-def _check_path(device: NvmeSection, name: str, origins: Origins) -> None:
-    if not device.path:
-        raise refuse(
-            origins, name, "a device needs a path: a block device, or a file (`nvme.size_bytes` makes it)"
-        )
-    if not is_file_to_make(device.path):
-        return
-    if not device.size_bytes:
-        raise refuse(
-            origins, name, f"there is no {device.path}: to have a file made, say how large (nvme.size_bytes)"
-        )
-    folder = Path(device.path).absolute().parent
-    if not folder.is_dir():
-        raise refuse(origins, name, f"there is no folder {folder} for the file: make it first")
 
 
 def _check_name(config: Config, origins: Origins) -> None:

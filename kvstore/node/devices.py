@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstore.core import KVStoreError
+from kvstore.core import BadConfiguration, KVStoreError
 from kvstore.node.device_checks import is_file_to_make
 from kvstore.node.sections import Config, NvmeSection
 from kvstore.tiers import DeviceDown, FileDevice, NvmeConfig, NvmeDevice, NvmeTier, create_file, format_device
@@ -19,10 +19,12 @@ def make_tier(config: Config, on_found: Callable[[NvmeDevice], None] = lambda _:
         on_found: is told of each device that was mounted, at the start or later.
 
     Raises:
-        KVStoreError: a file cannot be made.
+        BadConfiguration: a file is missing, and cannot be made as it was asked for.
+        KVStoreError: there is no room for one.
     """
     for section in config.nvme:
         if is_file_to_make(section.path):
+            _check_place(section)
             _make_file(section, config.node.id, config.dram.page_bytes)
     return NvmeTier(
         [NvmeDevice(device_config(each, config.node.id), on_found=on_found) for each in config.nvme]
@@ -39,6 +41,16 @@ def device_config(section: NvmeSection, node: str) -> NvmeConfig:
         deadline_s=section.deadline_s,
         write_bytes_per_day=section.write_bytes_per_day,
     )
+
+
+def _check_place(section: NvmeSection) -> None:
+    if not section.size_bytes:
+        raise BadConfiguration(
+            f"nvme.path: there is no {section.path}: to have a file made, say how large (nvme.size_bytes)"
+        )
+    folder = Path(section.path).absolute().parent
+    if not folder.is_dir():
+        raise BadConfiguration(f"nvme.path: there is no folder {folder} for {section.path}: make it first")
 
 
 def _make_file(section: NvmeSection, node: str, page_bytes: int) -> None:

@@ -72,8 +72,6 @@ def test_flags_and_variables_describe_the_only_device(tmp_path) -> None:
         ('[[nvme]]\npath = "/dev/a"\nthreads = 1\n', {}, [":3: nvme.threads must be a whole number from 2 to 64"]),
         ('[[nvme]]\npath = "/dev/a"\nthreads = 4.5\n', {}, ["must be a whole number"]),
         ('[[nvme]]\npath = "/dev/a"\n[[nvme]]\npath = "/dev/../dev/a"\n', {}, [":4:", "named twice"]),
-        ('[[nvme]]\npath = "/nowhere/a"\n', {}, ["there is no /nowhere/a", "nvme.size_bytes"]),
-        ('[[nvme]]\npath = "/nowhere/a"\nsize_bytes = "1GiB"\n', {}, ["there is no folder /nowhere"]),
         ("", {"nvme__threads": "4"}, ["nvme.path: a device needs a path"]),
         (
             '[[nvme]]\npath = "/dev/a"\n[[nvme]]\npath = "/dev/b"\n',
@@ -92,6 +90,17 @@ def test_what_cannot_work_is_refused(text, flags, says, tmp_path) -> None:
     message = refusal(tmp_path, text, **flags)
     for part in says:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [("0", "no /nowhere/a: .* say how large"), ("1GiB", "there is no folder /nowhere")],
+)
+def test_a_file_that_cannot_be_made_is_refused_at_the_start(size, says, tmp_path) -> None:
+    """Not earlier: `kvstore format --size` reads the same configuration to make the file."""
+    config = loaded(tmp_path, nvme__path="/nowhere/a", nvme__size_bytes=size).config
+    with pytest.raises(BadConfiguration, match=says):
+        make_tier(config)
 
 
 def test_printed_devices_are_a_configuration_file(tmp_path, capsys) -> None:
