@@ -5,6 +5,7 @@ need not know how it talks.
 """
 
 from kvstore.client.address import NodeAddress
+from kvstore.client.arrivals import Arrivals
 from kvstore.client.breaker import Breaker, BreakerOpen, BreakerState
 from kvstore.client.client import Client, ClientStats
 from kvstore.client.config import ClientConfig
@@ -14,6 +15,7 @@ from kvstore.client.loop_thread import LoopThread
 from kvstore.client.mover import Mover, PullItem, PullResult, PushItem, PushResult
 from kvstore.client.opening import open_mover
 from kvstore.client.promise import Copy, Found, Grant, Grants, Promise
+from kvstore.client.promoting import Arrival
 from kvstore.client.staging import Slot, Staging, StagingStats
 from kvstore.wire import (
     Busy,
@@ -30,6 +32,8 @@ from kvstore.wire import (
 )
 
 __all__ = [
+    "Arrival",
+    "Arrivals",
     "Breaker",
     "BreakerOpen",
     "BreakerState",

@@ -19,7 +19,9 @@ from kvstore.client.config import ClientConfig
 from kvstore.client.control import TROUBLE
 from kvstore.client.directory import Directory
 from kvstore.client.peers import Peers
+from kvstore.client.plan import item_bytes
 from kvstore.client.promise import Copy, Found, Grant, Grants, Promise
+from kvstore.client.promoting import Arrived, Promotion
 from kvstore.client.reading import Reader, Whom
 from kvstore.client.writing import Writer
 from kvstore.core import BadConfiguration, BadRequest, Key, Manifest, Namespace, PeerLost, limits
@@ -65,6 +67,7 @@ class Client:
         self._clock = clock
         self._rng = rng or random.Random()
         self._manifests: dict[Namespace, bytes] = {}
+        self._item_bytes: dict[Namespace, int] = {}
         self._chores: asyncio.Task[None] | None = None
         self._started = False
 
@@ -88,8 +91,10 @@ class Client:
         except BadConfiguration:
             await self._peers.close()
             raise
-        self._reader = Reader(self._peers, self._directory, self._clock, 1 + config.other_nodes_max)
-        self._writer = Writer(self._peers, self._clock, config.other_nodes_max)
+        self._reader = Reader(
+            self._peers, self._directory, self._clock, 1 + config.other_nodes_max, self._item_bytes
+        )
+        self._writer = Writer(self._peers, self._clock, config.other_nodes_max, self._item_bytes)
         self._started = True
         await self._round()
         self._chores = asyncio.get_running_loop().create_task(self._keep_up())
@@ -137,6 +142,7 @@ class Client:
         """
         namespace = manifest.namespace
         self._manifests[namespace] = manifest.encode()
+        self._item_bytes[namespace] = item_bytes(manifest.geometry.num_runs)
         with contextlib.suppress(PeerLost):  # counted by its breaker; nodes are greeted when they are asked
             await self._peers.local.ask(Hello(), namespace=namespace)
         return namespace
@@ -170,12 +176,14 @@ class Client:
         self._check(namespace)
         return await self._reader.acquire(namespace, keys, duration_s, min(wait_s, limits.WAIT_S_MAX), first)
 
-    async def pages(self, promise: Promise, wait_s: float = 0.0) -> Promise:
-        """The promise with its copies where they are now; `OnDisk` ones may have become `Resident`.
+    async def promote(self, promise: Promise, timeout_s: float, arrived: Arrived) -> None:
+        """Brings the copies of a promise that are on NVMe into DRAM, in order, as far as there is room for them.
 
-        Waits up to `wait_s` for promotions under way. What is not promised any more is cut off.
+        `arrived` is told of each as it comes, or of where the chain ends early; then nothing behind is waited for.
+        Releasing single keys meanwhile makes room for later ones. Ends with `promote_deadline` after `timeout_s`.
         """
-        return await self._reader.pages(promise, wait_s)
+        self._check(promise.namespace)
+        await Promotion(self._peers, self._clock, self._item_bytes, promise, timeout_s, arrived).run()
 
     async def renew(self, promise: Promise, duration_s: float) -> float:
         """Prolongs a promise. Returns the seconds that all its leases have left; 0 when one is gone."""

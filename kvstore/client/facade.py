@@ -5,13 +5,14 @@ given to `register` move without a copy on this side, others through staging.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.address import NodeAddress
+from kvstore.client.arrivals import Arrivals
 from kvstore.client.client import Client
 from kvstore.client.config import ClientConfig
 from kvstore.client.loop_thread import LoopThread
@@ -34,12 +35,13 @@ from kvstore.core import (
 )
 from kvstore.index import Index
 from kvstore.transfer import MooncakeTransfer, Transfer
-from kvstore.wire import Committed, Exists, OnDisk, ReserveItem, Resident, WireExtents
+from kvstore.wire import Committed, Exists, ReserveItem, Resident, WireExtents
 
 Array = NDArray[Any]
 STAGING_BYTES = 64 * limits.MIB
 REQUEST_S = 5.0  # a tool has more patience with a busy node than an engine
 MARGIN_S = 1.0  # between the last byte and the end of the lease or reservation
+WAIT_S = 1.0  # for copies from NVMe, before it is looked again whether there is any more to come
 QUIET_S = 15.0  # Mooncake gives a transfer up that has not moved for 10
 
 
@@ -197,13 +199,29 @@ class KVStore:
         arrays: list[Array | None] = [None] * len(keys)
         promise = self._loop.run(self._client.acquire(namespace, keys, self._timeout_s + MARGIN_S))
         try:
-            if any(isinstance(copy.answer, OnDisk) for copy in promise.copies):
-                promise = self._loop.run(self._client.pages(promise, _left_s(promise.expires_at)))
-            for address, copies in _residents(promise):
-                self._pull(namespace, address, copies, arrays, out, _left_s(promise.expires_at))
+            for came in self._as_they_come(promise):
+                for address, copies in _residents(came):
+                    self._pull(namespace, address, copies, arrays, out, _left_s(promise.expires_at))
         finally:
             self._loop.run(self._client.release(promise))
         return arrays
+
+    def _as_they_come(self, promise: Promise) -> Iterator[dict[int, Copy]]:
+        """The copies in DRAM, then those from NVMe as they come. What has been used makes room for them."""
+        came = {n: copy for n, copy in enumerate(promise.copies) if isinstance(copy.answer, Resident)}
+        if len(came) == len(promise):
+            yield came
+            return
+        arrivals = Arrivals(self._loop, self._client, promise, _left_s(promise.expires_at))
+        try:
+            yield came
+            while not arrivals.done:
+                if came:
+                    self._loop.run(self._client.release(promise, [copy.key for copy in came.values()]))
+                came = {one.position: one.copy for one in arrivals.take(WAIT_S) if one.copy is not None}
+                yield came
+        finally:
+            arrivals.close()
 
     def exists(self, namespace: Namespace, key: Key) -> bool:
         """Whether the object would be promised now."""
@@ -304,12 +322,13 @@ def _by_node(grants: Sequence[Grant]) -> list[tuple[NodeAddress, list[int]]]:
     return list(groups.values())
 
 
-def _residents(promise: Promise) -> list[tuple[NodeAddress, list[tuple[int, Copy, Resident]]]]:
+def _residents(copies: Mapping[int, Copy]) -> list[tuple[NodeAddress, list[tuple[int, Copy, Resident]]]]:
+    """Those in DRAM, with their indices, by node."""
     groups: dict[bytes, tuple[NodeAddress, list[tuple[int, Copy, Resident]]]] = {}
-    for index, copy in enumerate(promise.copies):
+    for index, copy in copies.items():
         if isinstance(copy.answer, Resident):
-            _, copies = groups.setdefault(copy.address.boot, (copy.address, []))
-            copies.append((index, copy, copy.answer))
+            _, some = groups.setdefault(copy.address.boot, (copy.address, []))
+            some.append((index, copy, copy.answer))
     return list(groups.values())
 
 

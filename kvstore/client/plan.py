@@ -9,6 +9,10 @@ N = TypeVar("N")
 A = TypeVar("A")
 B = TypeVar("B")
 
+_FRAME_ROOM_BYTES = limits.FRAME_BYTES_MAX - 64 * limits.KIB  # beside the envelope
+_EXTENT_BYTES = 11  # two numbers of four bytes in an array of two
+_NAMES_BYTES = 128  # key, generation, sizes, the kind's name
+
 
 def of_each(values: Iterable[A], function: Callable[[A], B]) -> list[B]:
     """What `function` says of each value, asked once for neighbours that are one object.
@@ -69,7 +73,12 @@ def grouped(owners: Sequence[N]) -> dict[N, list[int]]:
     return groups
 
 
-def batches(items: Sequence[N]) -> list[Sequence[N]]:
-    """Portions that fit into one message each."""
-    size = limits.BATCH_KEYS_MAX
+def batches(items: Sequence[N], item_bytes: int = 0) -> list[Sequence[N]]:
+    """Portions that fit into one message each, request and reply; an item takes at most `item_bytes` of either."""
+    size = max(1, min(limits.BATCH_KEYS_MAX, _FRAME_ROOM_BYTES // max(1, item_bytes)))
     return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def item_bytes(num_runs: int) -> int:
+    """What one key with its table takes in a frame, at most: in Commit, or in the answer to Acquire or Pages."""
+    return num_runs * limits.CHECKSUM_BYTES + limits.EXTENTS_PER_OBJECT_MAX * _EXTENT_BYTES + _NAMES_BYTES

@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-
-import msgspec
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvstore.client.acquiring import Attempt
 from kvstore.client.address import NodeAddress
@@ -17,14 +15,11 @@ from kvstore.client.promise import Copy, Found, Promise
 from kvstore.core import BadRequest, Key, MissReason, Namespace, NotAuthorised, Overloaded, Tier, limits
 from kvstore.index import Location
 from kvstore.wire import (
-    AcquireAnswer,
     Acquired,
     LeaseId,
     LeaseState,
-    Miss,
     NodeId,
     OnDisk,
-    Pages,
     Prefetch,
     Release,
     Renew,
@@ -42,12 +37,18 @@ class Reader:
     """The reading half of a client. Deadlines: `ClientConfig`; nothing here raises because a node is down."""
 
     def __init__(
-        self, peers: Peers, directory: Directory, clock: Callable[[], float], rounds_max: int
+        self,
+        peers: Peers,
+        directory: Directory,
+        clock: Callable[[], float],
+        rounds_max: int,
+        item_bytes: Mapping[Namespace, int],
     ) -> None:
         self._peers = peers
         self._directory = directory
         self._clock = clock
         self._rounds_max = rounds_max
+        self._item_bytes = item_bytes
 
     async def lookup(self, keys: Sequence[Key]) -> Found:
         """See `Client.lookup`."""
@@ -88,31 +89,6 @@ class Reader:
             reason = MissReason.INDEX_DOWN  # another node may well hold it
         # Counted from before the first request: the nodes count from later.
         return Promise(namespace, tuple(kept), started + min(duration_s, limits.LEASE_S_MAX), reason)
-
-    async def pages(self, promise: Promise, wait_s: float) -> Promise:
-        """See `Client.pages`."""
-        answers: dict[Key, AcquireAnswer] = {}
-
-        async def ask(address: NodeAddress, lease: LeaseId, copies: list[Copy]) -> None:
-            end = self._clock() + wait_s
-            for batch in batches(copies):
-                asked = tuple(copy.key for copy in batch)
-                left_s = max(0.0, end - self._clock())
-                try:
-                    body = (await self._peer(address).ask(Pages(lease, asked, left_s), wait_s=left_s)).body
-                except TROUBLE as error:
-                    answers.update(dict.fromkeys(asked, Miss(reason_of(error))))
-                    return
-                if isinstance(body, Acquired):
-                    answers.update(zip(asked, body.answers, strict=False))
-
-        await asyncio.gather(*(ask(*group) for group in by_lease(promise.copies)))
-        copies, reason = _prefix(promise, answers)
-        lost = promise.copies[len(copies) :]
-        await self.release(
-            msgspec.structs.replace(promise, copies=lost), tuple(copy.key for copy in lost), False
-        )
-        return msgspec.structs.replace(promise, copies=copies, reason=reason)
 
     async def renew(self, promise: Promise, duration_s: float) -> float:
         """See `Client.renew`."""
@@ -167,7 +143,7 @@ class Reader:
         await asyncio.gather(*(tell(*one) for one in wanted.items()))
 
     async def _ask(self, attempt: Attempt, peer: Peer, asked: Sequence[int], wait_s: float) -> None:
-        for batch in batches(asked):
+        for batch in batches(asked, self._item_bytes[attempt.namespace]):
             request = attempt.request(peer, batch, wait_s)
             try:
                 answer = await peer.ask(request, namespace=attempt.namespace, wait_s=wait_s)
@@ -235,16 +211,3 @@ def reason_of(error: Exception) -> MissReason:
 def unique(peers: Iterable[Peer]) -> list[Peer]:
     """Each once, in order."""
     return list(dict.fromkeys(peers))
-
-
-def _prefix(
-    promise: Promise, answers: dict[Key, AcquireAnswer]
-) -> tuple[tuple[Copy, ...], MissReason | None]:
-    """The copies that are still promised, with their newest answers, and why they end."""
-    copies: list[Copy] = []
-    for copy in promise.copies:
-        answer = answers.get(copy.key, Miss(MissReason.EXPIRED))
-        if not isinstance(answer, Resident | OnDisk):
-            return tuple(copies), answer.reason if isinstance(answer, Miss) else MissReason.FILLING
-        copies.append(msgspec.structs.replace(copy, answer=answer))
-    return tuple(copies), promise.reason

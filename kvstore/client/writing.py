@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvstore.client.breaker import BreakerOpen
 from kvstore.client.control import REFUSALS, TROUBLE
@@ -37,8 +37,15 @@ COMMIT_ATTEMPTS = 2  # a Commit whose reply was lost is simply said again: the s
 class Writer:
     """The writing half of a client. Nothing here raises because a node is down."""
 
-    def __init__(self, peers: Peers, clock: Callable[[], float], others_max: int) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        clock: Callable[[], float],
+        others_max: int,
+        item_bytes: Mapping[Namespace, int],
+    ) -> None:
         self._peers = peers
+        self._item_bytes = item_bytes
         self._clock = clock
         self._others_max = others_max
         self._asking: Counter[tuple[Peer, Key]] = Counter()  # what Reserves under way ask for
@@ -70,7 +77,7 @@ class Writer:
             groups.setdefault(self._peer(grant), []).append(index)
 
         async def ask(peer: Peer, indices: list[int]) -> None:
-            for batch in batches(indices):
+            for batch in batches(indices, self._item_bytes[namespace]):
                 body = Commit(namespace, tuple(commit_item(*items[index]) for index in batch))
                 done = await self._say_again(peer, namespace, body)
                 if isinstance(done, CommitDone):
