@@ -10,6 +10,7 @@
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from secrets import token_bytes
 
 from kvstore.client.address import NodeAddress
@@ -18,6 +19,8 @@ from kvstore.client.plan import assign, grouped, of_each
 from kvstore.client.promise import Copy
 from kvstore.core import Key, MissReason, Namespace, limits
 from kvstore.wire import Acquire, AcquireAnswer, LeaseId, Miss, OnDisk, Release, Resident
+
+PROMISED = (Resident, OnDisk)  # what is leased
 
 
 def new_lease() -> LeaseId:
@@ -49,32 +52,49 @@ class Attempt:
         self._keys = keys
         self._duration_s = duration_s
         self._holders = of_each(holders, _usable)
-        self._out: dict[Peer, int] = {}  # who is not asked any more, for this index and later ones
         self._favourites = favourites
+        self._out: dict[Peer, int] = {}  # who is not asked any more, for this index and later ones
         self._copies: list[Copy | None] = [None] * len(keys)
         self._reasons: dict[int, MissReason] = {}
+
+    def know(self, known: int, holders: Sequence[Sequence[Peer]], favourites: Sequence[Peer]) -> None:
+        """Learns who holds the keys from `known` on, of which the first was already asked for in vain.
+
+        A node that lacks a key is asked for later ones all the same if it is said to hold them.
+        """
+        lacking = {peer for peer, index in self._out.items() if index == known}
+        self._out = {peer: index for peer, index in self._out.items() if peer not in lacking}
+        first = [peer for peer in holders[0] if peer not in lacking]
+        self._holders[known:] = of_each([first, *holders[1:]], _usable)
+        self._favourites = favourites
+
+    @property
+    def num_promised(self) -> int:
+        """Keys of the promised prefix so far."""
+        return next((index for index, copy in enumerate(self._copies) if copy is None), len(self._keys))
 
     def next_round(self) -> dict[Peer, list[int]]:
         """Whom to ask for which keys (indices); empty when nobody could add to the prefix."""
         missing = [index for index, copy in enumerate(self._copies) if copy is None]
         owners = assign([self._left(index) for index in missing], self._favourites.__contains__)
-        groups = grouped(owners)
+        groups = grouped(missing, owners)
         for peer in groups:
             self.leases.setdefault(peer, new_lease())
-        return {peer: [missing[position] for position in positions] for peer, positions in groups.items()}
+        return groups
 
     def request(self, peer: Peer, asked: Sequence[int], wait_s: float) -> Acquire:
         """What asks a node for these keys."""
-        keys = tuple(self._keys[index] for index in asked)
+        keys = itemgetter(*asked)(self._keys) if len(asked) > 1 else (self._keys[asked[0]],)
         return Acquire(self.namespace, keys, self.leases[peer], self._duration_s, wait_s)
 
     def answered(
         self, peer: Peer, asked: Sequence[int], address: NodeAddress, answers: Sequence[AcquireAnswer]
     ) -> None:
         """Takes note of a node's answers, which end with the first key that it did not promise."""
+        copies, keys, lease = self._copies, self._keys, self.leases[peer]
         for index, answer in zip(asked, answers, strict=False):
-            if isinstance(answer, Resident | OnDisk):
-                self._copies[index] = Copy(self._keys[index], address, self.leases[peer], answer)
+            if isinstance(answer, PROMISED):
+                copies[index] = Copy(keys[index], address, lease, answer)
             else:
                 reason = answer.reason if isinstance(answer, Miss) else MissReason.FILLING
                 self._give_up(peer, index, reason)
@@ -87,11 +107,12 @@ class Attempt:
         for index, copy in enumerate(self._copies):
             if copy is None and peer in self._left(index):
                 self._give_up(peer, index, reason)
+                self._out[peer] = -1  # for no key at all
                 return
 
     def outcome(self) -> tuple[tuple[Copy, ...], MissReason | None]:
         """The promised prefix and why it ends there."""
-        length = next((index for index, copy in enumerate(self._copies) if copy is None), len(self._keys))
+        length = self.num_promised
         copies = tuple(copy for copy in self._copies[:length] if copy is not None)
         if length == len(self._keys):
             return copies, None
@@ -113,7 +134,8 @@ class Attempt:
 
     def _give_up(self, peer: Peer, index: int, reason: MissReason) -> None:
         """A node that lacks a key is not asked for that key or later ones: chunks go children first."""
-        self._reasons.setdefault(index, reason)
+        if self._reasons.get(index, MissReason.NEVER_STORED) is MissReason.NEVER_STORED:
+            self._reasons[index] = reason
         self._out[peer] = min(index, self._out.get(peer, index))
 
     def _left(self, index: int) -> Sequence[Peer]:

@@ -1,6 +1,7 @@
 """Which node is asked for which keys, and in what portions. Pure."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import groupby
 from typing import TypeVar
 
 from kvstore.core import limits
@@ -65,11 +66,14 @@ def run_length(holders: Sequence[Collection[N]], start: int, node: N) -> int:
     return length
 
 
-def grouped(owners: Sequence[N]) -> dict[N, list[int]]:
-    """The indices that belong to each owner, ascending."""
-    groups: dict[N, list[int]] = {}
-    for index, owner in enumerate(owners):
-        groups.setdefault(owner, []).append(index)
+def grouped(items: Sequence[A], owners: Sequence[N]) -> dict[N, list[A]]:
+    """The items that belong to each owner, in order; those without an owner, at the end, are left out."""
+    groups: dict[N, list[A]] = {}
+    at = 0
+    for owner, neighbours in groupby(owners):
+        end = at + sum(1 for _ in neighbours)
+        groups.setdefault(owner, []).extend(items[at:end])
+        at = end
     return groups
 
 

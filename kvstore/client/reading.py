@@ -67,20 +67,25 @@ class Reader:
         wait_s: float,
         first: Sequence[Whom],
     ) -> Promise:
-        """See `Client.acquire`."""
+        """See `Client.acquire`.
+
+        The preferred node is asked first: it is near, and often holds all there is. The index is asked for the rest.
+        """
         started = self._clock()
-        located = await self._directory.locate(keys)
-        attempt = Attempt(namespace, keys, duration_s, *self._holders(keys, located, first))
+        local = [self._peers.local]
+        attempt = Attempt(namespace, keys, duration_s, [local] * len(keys), local)
         kept: Sequence[Copy] = ()
+        located: Sequence[Sequence[Location]] | None = ()
         try:
-            for _ in range(self._rounds_max):
-                groups = attempt.next_round()
-                if not groups:
-                    break
-                left_s = max(0.0, wait_s - (self._clock() - started))
-                await asyncio.gather(
-                    *(self._ask(attempt, peer, asked, left_s) for peer, asked in groups.items())
-                )
+            at_once = local[0].breaker.closed and not (first or wait_s)
+            if at_once:
+                await self._round(attempt, 0.0)
+            if (known := attempt.num_promised) < len(keys):
+                located = await self._directory.locate(keys[known:])
+                attempt.know(known, *self._holders(keys[known:], located, first, at_once))
+                for _ in range(self._rounds_max):
+                    if not await self._round(attempt, max(0.0, wait_s - (self._clock() - started))):
+                        break
             kept, reason = attempt.outcome()
         finally:  # also when this call is cancelled: then nothing is kept
             for peer, release in attempt.surplus(kept):
@@ -142,6 +147,12 @@ class Reader:
 
         await asyncio.gather(*(tell(*one) for one in wanted.items()))
 
+    async def _round(self, attempt: Attempt, wait_s: float) -> bool:
+        """Asks each node that could add to the prefix, all at once. False: there was none."""
+        groups = attempt.next_round()
+        await asyncio.gather(*(self._ask(attempt, peer, asked, wait_s) for peer, asked in groups.items()))
+        return bool(groups)
+
     async def _ask(self, attempt: Attempt, peer: Peer, asked: Sequence[int], wait_s: float) -> None:
         for batch in batches(asked, self._item_bytes[attempt.namespace]):
             request = attempt.request(peer, batch, wait_s)
@@ -157,12 +168,17 @@ class Reader:
             self._directory.hit(peer)
 
     def _holders(
-        self, keys: Sequence[Key], located: Sequence[Sequence[Location]] | None, first: Sequence[Whom]
+        self,
+        keys: Sequence[Key],
+        located: Sequence[Sequence[Location]] | None,
+        first: Sequence[Whom],
+        asked: bool,
     ) -> tuple[list[Sequence[Peer]], list[Peer]]:
         """(Who may hold each key, the favourites among them), in order of preference.
 
         The preferred node is asked for what it is said to hold, then the nodes of a hand-off, then the
-        others. Beyond what the index knows the preferred node is asked all the same: it may know better.
+        others. Beyond what the index knows the preferred node is asked all the same, unless it was `asked`
+        already: it may know better.
         """
         local = self._peers.local
         handed = [peer for whom in first if (peer := self._peers.reach(whom)) is not None]
@@ -175,7 +191,8 @@ class Reader:
             known = [peer for one in locations if (peer := self._peers.named(one.node)) is not None]
             return unique([*(peer for peer in known if peer is local), *handed, *known])
 
-        return of_each(located, holding) + [favourites] * (len(keys) - len(located)), favourites
+        beyond = [] if asked else favourites
+        return of_each(located, holding) + [beyond] * (len(keys) - len(located)), favourites
 
     def _best(self, locations: Sequence[Location]) -> NodeId:
         local = self._peers.local.node

@@ -25,11 +25,11 @@ from kvstore.wire import (
     Failed,
     Reply,
     ReplyBody,
+    ReplyEncoder,
     Request,
     Welcome,
     decode_envelope,
     decode_request,
-    encode,
 )
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class ControlServer:
         self._counters = Counters()
         self._endpoint = Endpoint(listen, self._receive, self._count_garbage)
         self._boot = boot
+        self._encoder = ReplyEncoder()
         self._token = token
 
     async def start(self) -> None:
@@ -153,12 +154,12 @@ class ControlServer:
 
     def _reply(self, peer: bytes, version: int, request_id: int, body: ReplyBody) -> None:
         spoken = version if version in VERSIONS_SPOKEN else VERSION
-        frame = encode(Reply(spoken, self._boot, request_id, body))
+        frame = self._encoder.encode(Reply(spoken, self._boot, request_id, body))
         if len(frame) > limits.FRAME_BYTES_MAX:
             body = Failed(
                 "too_large", f"the reply would have {len(frame) >> 20} MiB: ask for fewer keys at once"
             )
-            frame = encode(Reply(spoken, self._boot, request_id, body))
+            frame = self._encoder.encode(Reply(spoken, self._boot, request_id, body))
         if isinstance(body, Failed):
             self._counters.failures[body.code] += 1
         if not self._endpoint.send(peer, frame):

@@ -1,6 +1,6 @@
 """Control messages and their versions, pure: bytes in, messages out."""
 
-from kvstore.wire.codec import decode_envelope, decode_reply, decode_request, encode
+from kvstore.wire.codec import ReplyEncoder, decode_envelope, decode_reply, decode_request, encode
 from kvstore.wire.messages import (
     VERSION,
     VERSIONS_SPOKEN,
@@ -110,5 +110,6 @@ __all__ = [
     "decode_envelope",
     "decode_reply",
     "decode_request",
+    "ReplyEncoder",
     "encode",
 ]

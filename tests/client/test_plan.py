@@ -37,7 +37,8 @@ def test_the_order_of_holders_decides_between_preferred_ones() -> None:
 
 
 def test_owners_are_grouped_with_their_keys_in_order() -> None:
-    assert grouped("ABAAB") == {"A": [0, 2, 3], "B": [1, 4]}
+    assert grouped("vwxyz", "ABAAB") == {"A": ["v", "x", "y"], "B": ["w", "z"]}
+    assert grouped("vwxyz", "AAB") == {"A": ["v", "w"], "B": ["x"]}
 
 
 @given(st.integers(0, 3 * limits.BATCH_KEYS_MAX))
