@@ -155,6 +155,11 @@ class Client:
         self._check(namespace)
         return await self._reader.lookup(keys)
 
+    async def present(self, namespace: Namespace, keys: Sequence[Key]) -> list[bool] | None:
+        """Which of these keys, which are no chain, the index says are held; None: it is not there."""
+        self._check(namespace)
+        return await self._reader.present(keys)
+
     async def acquire(
         self,
         namespace: Namespace,

@@ -6,7 +6,7 @@ The index may be unknown (no node has told it yet), down or slow; then readers a
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from kvstore.client.breaker import Breaker
 from kvstore.client.peers import Peer, Peers
@@ -76,16 +76,25 @@ class Directory:
 
     async def locate(self, keys: Sequence[Key]) -> list[tuple[Location, ...]] | None:
         """Alive holders of the keys of a chain, up to the first key without one; None: the index is not there."""
-        if self._index is None or self._membership is None or not self.breaker.closed:
+        located = None if self._index is None else await self._alive_of(self._index.lookup, keys)
+        return located if located is None or () not in located else located[: located.index(())]
+
+    async def holders(self, keys: Sequence[Key]) -> list[tuple[Location, ...]] | None:
+        """Alive holders of each of these keys, which are no chain; None: the index is not there."""
+        return None if self._index is None else await self._alive_of(self._index.holders, keys)
+
+    async def _alive_of(
+        self, ask: Callable[[Sequence[Key]], Awaitable[list[tuple[Location, ...]]]], keys: Sequence[Key]
+    ) -> list[tuple[Location, ...]] | None:
+        if self._membership is None or not self.breaker.closed:
             return None
         try:
-            found = await self._index.lookup(keys)
+            found = await ask(keys)
         except IndexDown:
             self.breaker.failure()
             return None
         self.breaker.success()
-        located = of_each(found, self._alive)
-        return located if () not in located else located[: located.index(())]
+        return of_each(found, self._alive)
 
     def _alive(self, locations: tuple[Location, ...]) -> tuple[Location, ...]:
         return tuple(one for one in locations if self._peers.named(one.node) is not None)

@@ -24,7 +24,6 @@ from kvstore.core import (
     BadRequest,
     Extent,
     Extents,
-    Geometry,
     Key,
     Manifest,
     Namespace,
@@ -86,7 +85,7 @@ class KVStore:
         self._timeout_s = timeout_s
         self._given_transfer = transfer
         self._staging_bytes = staging_bytes
-        self._geometries: dict[Namespace, Geometry] = {}
+        self._manifests: dict[Namespace, Manifest] = {}
         self._registered: dict[int, Array] = {}
         config = ClientConfig(node=node, index_url=index_url, token=token, request_timeout_s=REQUEST_S)
         self._client = Client(config, index=index)
@@ -126,7 +125,7 @@ class KVStore:
             BadRequest, NotAuthorised: the node refuses it.
         """
         namespace = self._loop.run(self._client.open(manifest))
-        self._geometries[namespace] = manifest.geometry
+        self._manifests[namespace] = manifest
         return namespace
 
     def register(self, array: Array) -> None:
@@ -147,7 +146,7 @@ class KVStore:
         Raises:
             BadRequest: the namespace is not open, or no object of it has an array's size.
         """
-        geometry = self._geometry(namespace)
+        geometry = self._manifest(namespace).geometry
         for put in puts:
             if geometry.units_of(put.array.nbytes) is None:
                 raise BadRequest(
@@ -241,7 +240,7 @@ class KVStore:
     def _push_item(self, namespace: Namespace, grant: Grant, array: Array) -> PushItem:
         assert grant.granted is not None, "only what was granted is written"
         size_bytes = grant.item.size_bytes
-        part = self._geometry(namespace).whole(size_bytes)
+        part = self._manifest(namespace).geometry.whole(size_bytes)
         source: int | Callable[[memoryview], None]
         source = array.ctypes.data if self._is_registered(array) else _filler(array)
         return PushItem(_extents(grant.granted.extents), size_bytes, part, source)
@@ -264,7 +263,7 @@ class KVStore:
         left_s: float,
     ) -> None:
         """Pulls copies from one node and enters those that verified; asks the node to verify the others."""
-        geometry = self._geometry(namespace)
+        kinds = self._manifest(namespace).object_kinds
         targets = [
             np.empty(answer.size_bytes, np.uint8) if out is None else out[index]
             for index, _, answer in copies
@@ -276,7 +275,7 @@ class KVStore:
             PullItem(
                 _extents(answer.extents),
                 answer.size_bytes,
-                geometry.whole(answer.size_bytes),
+                kinds.whole(answer.size_bytes, len(answer.table)),
                 answer.table,
                 target.ctypes.data if self._is_registered(target) else _sink(target),
             )
@@ -294,11 +293,11 @@ class KVStore:
                 "that they were wanted in: do not use it before this store is closed"
             )
 
-    def _geometry(self, namespace: Namespace) -> Geometry:
-        geometry = self._geometries.get(namespace)
-        if geometry is None:
+    def _manifest(self, namespace: Namespace) -> Manifest:
+        manifest = self._manifests.get(namespace)
+        if manifest is None:
             raise BadRequest(f"namespace {namespace.hex()[:16]} is not open here: call open(manifest) first")
-        return geometry
+        return manifest
 
     def _is_registered(self, array: Array) -> bool:
         start, end = array.ctypes.data, array.ctypes.data + array.nbytes

@@ -59,6 +59,11 @@ class Reader:
         reason = None if len(located) == len(keys) else MissReason.NEVER_STORED
         return Found(len(located), tuple(nodes), reason)
 
+    async def present(self, keys: Sequence[Key]) -> list[bool] | None:
+        """See `Client.present`."""
+        held = await self._directory.holders(keys)
+        return None if held is None else [bool(locations) for locations in held]
+
     async def acquire(
         self,
         namespace: Namespace,

@@ -16,8 +16,9 @@ from kvstore.core.errors import (
 )
 from kvstore.core.geometry import Extent, Extents, Geometry, LaneGroup, Part, Run, Span, locate, pages_for
 from kvstore.core.keys import Extra, Key, chunk_key, encode_extras
+from kvstore.core.kinds import ObjectKinds
 from kvstore.core.life import LIFE, Event, State, Tier, step
-from kvstore.core.manifest import Manifest, Namespace, decode_manifest, differences, namespace_of
+from kvstore.core.manifest import Kind, Manifest, Namespace, decode_manifest, differences, namespace_of
 from kvstore.core.reasons import MissReason
 
 __all__ = [
@@ -33,12 +34,14 @@ __all__ = [
     "IndexDown",
     "KVStoreError",
     "Key",
+    "Kind",
     "LaneGroup",
     "Manifest",
     "MissReason",
     "Namespace",
     "NamespaceUnknown",
     "NotAuthorised",
+    "ObjectKinds",
     "Overloaded",
     "Part",
     "PeerLost",

@@ -11,12 +11,38 @@ import msgspec
 
 from kvstore.core.errors import BadRequest
 from kvstore.core.geometry import Geometry, LaneGroup
+from kvstore.core.kinds import ObjectKinds
 from kvstore.core.limits import MANIFEST_BYTES_MAX, RUNS_PER_OBJECT_MAX
 
 Namespace = NewType("Namespace", bytes)
 """32 bytes: the digest of a manifest."""
 
 _TAG = b"kvstore.namespace.v1\0"
+
+
+Lanes = tuple[tuple[int, int, int], ...]
+"""(layers, heads per layer, bytes per tile), in layer order."""
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Objects beside chunks and tails, see `kvstore.core.kinds`.
+
+    Args:
+        name: what they hold, for instance `window(1024)`.
+        tokens: of the largest object.
+        unit_tokens: as in `Manifest`.
+        lanes: as in `Manifest`, of this kind's layers.
+    """
+
+    name: str
+    tokens: int
+    unit_tokens: int
+    lanes: Lanes
+
+    @property
+    def geometry(self) -> Geometry:
+        """The shape of this kind's objects."""
+        return Geometry(self.unit_tokens, tuple(LaneGroup(*lane) for lane in self.lanes))
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         chunk_tokens: tokens of a chunk.
         unit_tokens: tokens of a tile (the engine's block size where a tile cannot be cut, else 1).
         lanes: (layers, heads per layer, bytes per tile), in layer order.
+        kinds: of objects beside chunks and tails; none for most models, and then not in the JSON.
         version: of this structure.
     """
 
@@ -39,12 +66,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tile_format: str
     chunk_tokens: int
     unit_tokens: int
-    lanes: tuple[tuple[int, int, int], ...]
+    lanes: Lanes
+    kinds: tuple[Kind, ...] = ()
     version: int = 1
 
     def encode(self) -> bytes:
         """Canonical bytes: JSON with sorted keys."""
-        return msgspec.json.encode(self, order="sorted")
+        fields = msgspec.structs.asdict(self)
+        if not self.kinds:
+            del fields["kinds"]
+        return msgspec.json.encode(fields, order="sorted")
 
     @property
     def namespace(self) -> Namespace:
@@ -53,8 +84,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def geometry(self) -> Geometry:
-        """The shape of this namespace's objects."""
+        """The shape of this namespace's chunks and tails."""
         return Geometry(self.unit_tokens, tuple(LaneGroup(*lane) for lane in self.lanes))
+
+    @property
+    def object_kinds(self) -> ObjectKinds:
+        """The shapes of all its objects."""
+        return ObjectKinds(
+            (self.geometry, *(kind.geometry for kind in self.kinds)),
+            (self.chunk_tokens, *(kind.tokens for kind in self.kinds)),
+        )
 
 
 def namespace_of(manifest: bytes) -> Namespace:
@@ -74,18 +113,23 @@ def decode_manifest(data: bytes) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as error:
         raise BadRequest(f"the manifest cannot be read: {error}") from error
-    positive = manifest.lanes and all(min(lane) > 0 for lane in manifest.lanes)
-    if not positive or manifest.unit_tokens <= 0 or manifest.chunk_tokens <= 0:
-        raise BadRequest("the manifest's lanes, unit_tokens and chunk_tokens must be positive")
-    if manifest.chunk_tokens % manifest.unit_tokens:
-        raise BadRequest(
-            f"chunk_tokens {manifest.chunk_tokens} is not a multiple of unit_tokens {manifest.unit_tokens}"
-        )
-    if manifest.geometry.num_runs > RUNS_PER_OBJECT_MAX:
-        raise BadRequest(
-            f"the manifest has {manifest.geometry.num_runs} lanes; at most {RUNS_PER_OBJECT_MAX}"
-        )
+    _check_shape("the manifest", manifest.lanes, manifest.chunk_tokens, "chunk_tokens", manifest.unit_tokens)
+    for kind in manifest.kinds:
+        _check_shape(f"the kind {kind.name}", kind.lanes, kind.tokens, "tokens", kind.unit_tokens)
+    if manifest.object_kinds.ambiguous:
+        raise BadRequest("the manifest has kinds of equally many runs that are not all of one size")
     return manifest
+
+
+def _check_shape(whose: str, lanes: Lanes, tokens: int, name: str, unit_tokens: int) -> None:
+    positive = lanes and all(min(lane) > 0 for lane in lanes)
+    if not positive or unit_tokens <= 0 or tokens <= 0:
+        raise BadRequest(f"{whose}'s lanes, unit_tokens and {name} must be positive")
+    if tokens % unit_tokens:
+        raise BadRequest(f"{name} {tokens} is not a multiple of unit_tokens {unit_tokens}")
+    num_runs = sum(layers * heads for layers, heads, _ in lanes)
+    if num_runs > RUNS_PER_OBJECT_MAX:
+        raise BadRequest(f"{whose} has {num_runs} lanes; at most {RUNS_PER_OBJECT_MAX}")
 
 
 def differences(one: Manifest, other: Manifest) -> list[str]:

@@ -46,6 +46,12 @@ class Index(Protocol):
         length of that prefix.
         """
 
+    async def holders(self, keys: Sequence[Key]) -> list[tuple[Location, ...]]:
+        """Entries of each of these keys, in order, none where there are none: keys that are no chain.
+
+        One round trip.
+        """
+
     async def merge(self, node: NodeId, states: Mapping[Key, Tier | None]) -> None:
         """Sets what `node` holds: a tier, or None for "not any more". Idempotent."""
 

@@ -28,17 +28,20 @@ class InProcessIndex:
 
     async def lookup(self, keys: Sequence[Key]) -> list[tuple[Location, ...]]:
         """See `Index.lookup`."""
-        found: list[tuple[Location, ...]] = []
+        found = await self.holders(keys)
+        return found[: found.index(())] if () in found else found
+
+    async def holders(self, keys: Sequence[Key]) -> list[tuple[Location, ...]]:
+        """See `Index.holders`."""
         oldest = self._clock() - self._expiry_s
-        for key in keys:
-            held = self._entries.get(key, {})
-            entries = tuple(
-                Location(node, tier, int(at // 3600)) for node, (tier, at) in held.items() if at > oldest
+        return [
+            tuple(
+                Location(node, tier, int(at // 3600))
+                for node, (tier, at) in self._entries.get(key, {}).items()
+                if at > oldest
             )
-            if not entries:
-                break
-            found.append(entries)
-        return found
+            for key in keys
+        ]
 
     async def merge(self, node: NodeId, states: Mapping[Key, Tier | None]) -> None:
         """See `Index.merge`."""

@@ -64,6 +64,11 @@ class RedisIndex:
                 found += await self._locations(keys[INDEX_FIRST_KEYS:])
         return found
 
+    async def holders(self, keys: Sequence[Key]) -> list[tuple[Location, ...]]:
+        """See `Index.holders`."""
+        async with self._link.deadline():
+            return [layout.decode(value) for value in await self._values(keys)] if keys else []
+
     async def _locations(self, keys: Sequence[Key]) -> list[tuple[Location, ...]]:
         found = []
         for value in await self._values(keys) if keys else ():

@@ -4,9 +4,9 @@ from collections import OrderedDict
 
 from kvstore.core import (
     BadRequest,
-    Geometry,
     Namespace,
     NamespaceUnknown,
+    ObjectKinds,
     Overloaded,
     decode_manifest,
     limits,
@@ -24,17 +24,15 @@ class OpenNamespace:
         "chunk_bytes",
         "chunk_pages",
         "floor_pages",
-        "geometry",
         "id",
+        "kinds",
         "num_objects",
-        "table_bytes",
     )
 
-    def __init__(self, namespace: Namespace, geometry: Geometry, chunk_tokens: int, page_bytes: int) -> None:
+    def __init__(self, namespace: Namespace, kinds: ObjectKinds, page_bytes: int) -> None:
         self.id = namespace
-        self.geometry = geometry
-        self.chunk_bytes = geometry.object_bytes(chunk_tokens)
-        self.table_bytes = geometry.num_runs * limits.CHECKSUM_BYTES
+        self.kinds = kinds
+        self.chunk_bytes = kinds.largest_bytes
         self.chunk_pages = pages_for(self.chunk_bytes, page_bytes)
         self.floor_pages = limits.OBJECTS_PER_CLIENT_MIN * self.chunk_pages
         self.num_objects = 0
@@ -49,10 +47,11 @@ class OpenNamespace:
         """
         pages = self._pages.get(size_bytes)
         if pages is None:
-            if size_bytes > self.chunk_bytes or self.geometry.units_of(size_bytes) is None:
+            if not self.kinds.allow(size_bytes):
+                units = " or ".join(str(geometry.bytes_per_unit) for geometry in self.kinds.geometries)
                 raise BadRequest(
-                    f"no object of this namespace has {size_bytes} bytes: a chunk has {self.chunk_bytes}, "
-                    f"a tail a multiple of {self.geometry.bytes_per_unit}"
+                    f"no object of this namespace has {size_bytes} bytes: at most {self.chunk_bytes}, "
+                    f"a multiple of {units}"
                 )
             pages = self._pages[size_bytes] = pages_for(size_bytes, self._page_bytes)
         return pages
@@ -84,8 +83,7 @@ class Namespaces:
             )
         if namespace not in self._open:
             self._make_room()
-            opened = OpenNamespace(namespace, manifest.geometry, manifest.chunk_tokens, self._page_bytes)
-            self._open[namespace] = opened
+            self._open[namespace] = OpenNamespace(namespace, manifest.object_kinds, self._page_bytes)
         self._open.move_to_end(namespace)
         return self._advice(self._open[namespace])
 

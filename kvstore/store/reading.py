@@ -131,7 +131,7 @@ class Reading:
         if suspect.copies[Tier.DRAM].state is not State.READY:
             return None
         suspect.checks += 1
-        runs = suspect.namespace.geometry.runs(suspect.size_bytes)
+        runs = suspect.namespace.kinds.whole(suspect.size_bytes, len(suspect.table)).runs
         return Check(suspect, suspect.copies[Tier.DRAM].extents, runs, suspect.table)
 
     def settle(self, check: Check, *, sound: bool) -> None:

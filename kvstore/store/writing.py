@@ -148,10 +148,11 @@ class Writing:
     ) -> tuple[CommitAnswer, ...]:
         """Publishes what the client has filled. See `Store.commit`."""
         for item in items:
-            if len(item.table) != namespace.table_bytes:
+            listed = self._listing.find(namespace.id, item.key)
+            if listed is not None and not namespace.kinds.geometry_of(listed.size_bytes, len(item.table)):
                 raise BadRequest(
-                    f"a table of this namespace has {namespace.table_bytes} bytes "
-                    f"({limits.CHECKSUM_BYTES} for each run), not {len(item.table)}"
+                    f"no object of this namespace has {listed.size_bytes} bytes and a table of "
+                    f"{len(item.table)} ({limits.CHECKSUM_BYTES} for each run)"
                 )
         return tuple(self._commit(client, namespace, item, now_s) for item in items)
 

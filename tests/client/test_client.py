@@ -49,6 +49,10 @@ class FlakyIndex(InProcessIndex):
         self._fail_if_down()
         return await super().lookup(keys)
 
+    async def holders(self, keys):
+        self._fail_if_down()
+        return await super().holders(keys)
+
     async def nodes(self):
         self._fail_if_down()
         return await super().nodes()
@@ -244,7 +248,14 @@ async def test_without_an_index_the_preferred_node_and_the_last_useful_ones_are_
     assert places(promise) == [nodes[1].node] * 3
     assert promise.reason is MissReason.INDEX_DOWN
     assert (await client.lookup(NAMESPACE, KEYS)).reason is MissReason.INDEX_DOWN
+    assert await client.present(NAMESPACE, KEYS) is None
     assert index.refused > 0
+
+
+async def test_of_keys_that_are_no_chain_each_is_present_or_not(nodes, index, client) -> None:
+    await store(nodes[0], KEYS[:2], index)
+    await store(nodes[1], KEYS[4:5], index)
+    assert await client.present(NAMESPACE, KEYS) == [True, True, False, False, True, False]
 
 
 async def test_an_index_in_trouble_is_left_alone_until_a_probe_succeeds(nodes, index, client) -> None:

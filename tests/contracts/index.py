@@ -61,6 +61,18 @@ class IndexContract:
         await index.merge(new_node(), {key: Tier.DRAM for key in keys if key != keys[gap]})
         assert len(await index.lookup(keys)) == gap
 
+    @pytest.mark.parametrize("gap", EDGES)
+    async def test_holders_of_keys_that_are_no_chain_are_told_one_by_one(
+        self, index: Index, peer: Index, gap: int
+    ) -> None:
+        keys, node = new_keys(LONG), new_node()
+        await index.merge(node, {key: Tier.DRAM for key in keys if key != keys[gap]})
+        found = await peer.holders(keys)
+        assert [[x.node for x in locations] for locations in found] == [
+            [] if key == keys[gap] else [node] for key in keys
+        ]
+        assert await index.holders([]) == []
+
     async def test_nothing_is_found_where_nothing_is(self, index: Index) -> None:
         assert await index.lookup([]) == []
         assert await index.lookup(new_keys(3)) == []

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from aiofiles.os import wrap
 
-from kvstore.core import Corrupt, Geometry, Key, Namespace, decode_manifest, limits, pages_for
+from kvstore.core import Corrupt, Key, Namespace, ObjectKinds, decode_manifest, limits, pages_for
 from kvstore.tiers.nvme.base import Counts, Get, NewObject, Refusal
 from kvstore.tiers.nvme.committer import Committer
 from kvstore.tiers.nvme.device import DeviceDown, Pieces
@@ -101,7 +101,7 @@ class Objects:
         self._verifying = dict(zip(io.lanes, hashing.lanes, strict=True))
         self._threads = io.threads
         self._wear = wear
-        self._geometries: dict[Namespace, Geometry] = {}
+        self._kinds: dict[Namespace, ObjectKinds] = {}
         self._namespaces: dict[Namespace, Record] = {}  # their manifests are on the device, or in the queue
         self._work: set[asyncio.Task[Any]] = set()  # puts and gets
         self._writing: dict[Record, None] = {}  # their data is being written
@@ -121,8 +121,8 @@ class Objects:
         Raises:
             BadRequest: it is not a manifest.
         """
-        if namespace not in self._geometries:
-            self._geometries[namespace] = decode_manifest(manifest).geometry
+        if namespace not in self._kinds:
+            self._kinds[namespace] = decode_manifest(manifest).object_kinds
             self.manifests[namespace] = manifest
 
     def pages_of(self, size_bytes: int) -> int:
@@ -183,7 +183,7 @@ class Objects:
         failure = self._health.failure
         moved = self._pieces(record, memory)
         writing = self._start(self.volume.write, moved, self._threads - 1, self._writes, failure)
-        verifying = asyncio.ensure_future(self._verify(record, memory, self._writes))
+        verifying = asyncio.ensure_future(self._verify(record, len(table), memory, self._writes))
         try:
             await self._ended([*writing, verifying])
             if failure.done():
@@ -288,7 +288,7 @@ class Objects:
         except PagesFailed as error:
             raise Corrupt(f"{record.key.hex()[:16]} cannot be read: {error}") from error
         table = finding.result()
-        if await self._verify(record, memory, lane) != table:
+        if await self._verify(record, len(table), memory, lane) != table:
             raise Corrupt(f"the copy of {record.key.hex()[:16]} on {self.volume.device.name} is damaged")
         return table
 
@@ -342,9 +342,14 @@ class Objects:
         task.add_done_callback(self._work.discard)
         return task
 
-    async def _verify(self, record: Record, memory: Sequence[memoryview], lane: Lane) -> bytes:
-        """The table of what is in memory, as urgent as I/O of this lane."""
-        runs = self._geometries[record.namespace].runs(record.size_bytes)
+    async def _verify(
+        self, record: Record, table_bytes: int, memory: Sequence[memoryview], lane: Lane
+    ) -> bytes:
+        """The table of what is in memory, as urgent as I/O of this lane; nothing where none can be so long."""
+        geometry = self._kinds[record.namespace].geometry_of(record.size_bytes, table_bytes)
+        if geometry is None:
+            return b""
+        runs = geometry.runs(record.size_bytes)
         return await wrap(table_of)(memory, runs, executor=self._verifying[lane])
 
     def _pieces(self, record: Record, memory: Sequence[memoryview]) -> Pieces:
