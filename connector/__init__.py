@@ -2,13 +2,15 @@
 
 vLLM finds it as `"kv_connector": "KVStoreConnector", "kv_connector_module_path": "connector"`, or by its
 name alone through the plugin entry point `register`. The class is imported on first use: this package is
-also imported by processes that only look for plugins, and that must start under any version of vLLM.
+also imported by processes that only look for plugins, and that must start under any version of vLLM. Under one that
+is not known here the class is one that does nothing.
 """
 
 import contextlib
 import logging
 from typing import Any
 
+from connector.bystander import bystander
 from connector.versions import unsupported_version
 
 __all__ = ["KVStoreConnector", "register"]
@@ -37,10 +39,8 @@ def register() -> None:
 def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module 'connector' has no attribute {name!r}")
-    try:
-        from connector.connector import KVStoreConnector  # noqa: PLC0415 - see the module's first lines
-    except ImportError as error:
-        if reason := unsupported_version():
-            raise ImportError(f"{reason} ({error})") from error
-        raise
+    if reason := unsupported_version():
+        return bystander(NAME, reason)
+    from connector.connector import KVStoreConnector  # noqa: PLC0415 - see the module's first lines
+
     return KVStoreConnector

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from connector.copies import Fence
-from connector.metadata import LoadJob, Reports, SaveJob, SaveReport
-from kvstore.core import MissReason
+from connector.metadata import LoadJob, LoadReport, Reports, SaveJob, SaveReport
+from kvstore.client import PushItem, PushResult
+from kvstore.core import MissReason, limits
 
 LINE_EVERY_S = 60.0
 
@@ -37,6 +38,17 @@ class Load:
         """Length of the prefix that is loaded."""
         prefix = self.loaded.index(False) if False in self.loaded else len(self.loaded)
         return min(prefix, self.lost_from)
+
+    def report(self, now: float) -> LoadReport:
+        """What is said of it when it is over."""
+        return LoadReport(
+            self.valid,
+            self.reason if self.valid < len(self.job.objects) else None,
+            self.suspect,
+            self.moved_bytes,
+            max(0.0, self.last_read - self.began),
+            now - self.began,
+        )
 
     def lose(self, index: int, reason: MissReason | None, error: str) -> bool:
         """Gives up objects from `index` on, unless that was known. True: it is the first bad object so far."""
@@ -69,6 +81,16 @@ class Ended:
 def nothing_saved(job: SaveJob, *, quiet: bool, reason: MissReason | None = None) -> SaveReport:
     """The report of a save of which nothing may be committed."""
     return SaveReport((None,) * len(job.objects), quiet, reason=reason)
+
+
+def sums_by_run(item: PushItem, result: PushResult) -> dict[int, bytes] | None:
+    """The checksums of the runs that were written, by their index in the table."""
+    if not result.ok:
+        return None
+    assert result.checksums is not None, "what was written has checksums"
+    size = limits.CHECKSUM_BYTES
+    assert len(result.checksums) == size * len(item.part.runs), "one checksum for each run"
+    return {run.index: result.checksums[at * size : (at + 1) * size] for at, run in enumerate(item.part.runs)}
 
 
 class Lines:

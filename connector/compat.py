@@ -1,8 +1,9 @@
-"""Every import of vLLM that the connector makes, but the factory's at registration.
+"""Every import of vLLM that the connector makes, but for the factory at registration and the class that does nothing.
 
 Importing this file does no work and loads nothing that vLLM has not loaded before it looks for a connector,
-because API servers import it too. A version that was not read and tested (`connector.versions`) is refused with
-one line: the engine then serves as if there were no store. vLLM is untyped here (its types cost minutes to check).
+because API servers import it too. A version that was not read and tested (`connector.versions`) is refused before
+that: the engine serves as if there were no store (`connector.bystander`). Where the known ones differ, it is told by
+what there is. vLLM is untyped here (its types cost minutes to check).
 """
 
 import logging
@@ -85,6 +86,13 @@ def was_aborted(request: Any) -> bool:
     return request.status in early
 
 
+def _sleeps(vllm_config: Any) -> bool:
+    """Whether the engine may unmap its KV cache without a word to the connector, as vLLM 0.32 does."""
+    model = vllm_config.model_config
+    told = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+    return model is not None and bool(model.enable_sleep_mode) and not told
+
+
 def unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Why the KV of this engine can be neither saved nor loaded, as far as configurations tell, or None.
 
@@ -96,6 +104,7 @@ def unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> str | None:
         (not groups, "a model without attention"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
+        (_sleeps(vllm_config), "sleep mode with a vLLM older than 0.33"),
         (_has_draft_kv(vllm_config.speculative_config), "a draft model with a KV cache of its own"),
         (len(groups) != 1, f"a model with {len(groups)} KV cache groups (hybrid attention or Mamba)"),
     )

@@ -23,7 +23,6 @@ from connector.compat import (
 from connector.config import Config, read_config
 from connector.guard import Breaker, harmless
 from connector.metadata import Handshake, Jobs, Reports
-from connector.versions import unsupported_version
 
 log = logger(__name__)
 
@@ -38,6 +37,10 @@ def _no_tokens() -> tuple[int | None, bool]:
 
 def _blocks_may_go() -> tuple[bool, dict[str, Any] | None]:
     return False, None
+
+
+def _not_reset() -> bool | None:
+    return False
 
 
 def _no_reports() -> Reports | None:
@@ -62,11 +65,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         config = self._settings()
         self.breaker = Breaker(time.monotonic)
-        self.off = False
-        if reason := unsupported_version():
-            self.off = True
-            log.error("%s: this engine does without the store", reason)
-        elif role is KVConnectorRole.SCHEDULER:
+        if role is KVConnectorRole.SCHEDULER:
             self._recompute_failed_loads()
             self._scheduler = start.start_scheduler_half(vllm_config, kv_cache_config, config, self.breaker)
         else:
@@ -142,7 +141,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_push_work()
 
-    @harmless(lambda: False, off=_nothing)
+    @harmless(_not_reset)
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset_cache()
 
@@ -155,6 +154,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(lambda: Handshake(unsupported="the worker's half of the connector has failed"))
     def get_handshake_metadata(self) -> Handshake:
         return self._worker.get_handshake_metadata()
+
+    @harmless(_nothing)
+    def unregister_kv_caches(self) -> None:
+        self._worker.leave_blocks()
+
+    @harmless(_nothing)
+    def restore_kv_caches(self) -> None:
+        self._worker.return_to_blocks()
 
     @harmless(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -58,20 +58,13 @@ class Breaker:
             )
 
 
-def harmless(
-    answer: Callable[[], R], off: Callable[[], R] | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a hook answer `answer()` instead of raising, and `off()` (by default the same) while its object is off.
-
-    The object has a `breaker` and says with `off` whether the connector does nothing at all.
-    """
+def harmless(answer: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a hook answer `answer()` instead of raising. Its object has a `breaker`."""
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(hook)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
             owner: Any = args[0]
-            if owner.off:
-                return (off or answer)()
             try:
                 return hook(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the reason is the subject of this file

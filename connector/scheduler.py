@@ -43,8 +43,6 @@ class SchedulerHalf:
         breaker: opens when this code fails repeatedly.
     """
 
-    off = False
-
     def __init__(
         self,
         vllm_config: Any,

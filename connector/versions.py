@@ -2,8 +2,8 @@
 
 from importlib.metadata import version
 
-VERSIONS = ("0.32.",)
-"""Prefixes of the versions of vLLM whose connector API this connector was written and tested for."""
+VERSIONS = ("0.32.", "0.33.")
+"""Prefixes of the versions of vLLM whose connector API this connector was written for; tests hold it against both."""
 
 
 def unsupported_version(installed: str | None = None) -> str | None:
@@ -11,5 +11,5 @@ def unsupported_version(installed: str | None = None) -> str | None:
     found = installed or version("vllm")
     if found.startswith(VERSIONS):
         return None
-    known = ", ".join(f"{prefix}x" for prefix in VERSIONS)
+    known = " and ".join(f"{prefix}x" for prefix in VERSIONS)
     return f"this connector knows vLLM {known}, not {found}; install a matching kvstore or vLLM"

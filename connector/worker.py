@@ -27,14 +27,13 @@ from functools import partial
 from threading import Condition
 from typing import Any
 
-from connector.books import Ended, Lines, Load, Save, nothing_saved
+from connector.books import Ended, Lines, Load, Save, nothing_saved, sums_by_run
 from connector.compat import KVConnectorTransferResults, logger
 from connector.copies import Fence
 from connector.metadata import (
     Handshake,
     Jobs,
     LoadJob,
-    LoadReport,
     Rank,
     Reports,
     SaveJob,
@@ -44,14 +43,15 @@ from connector.metadata import (
 from connector.pool import Pool
 from connector.shape import LayoutUnsupported
 from connector.tensors import KVCaches, understand
-from kvstore.client import Mover, PullItem, PushItem, PushResult
-from kvstore.core import KVStoreError, MissReason, Part, TransferFailed, limits
+from kvstore.client import Mover, PullItem, PushItem
+from kvstore.core import KVStoreError, MissReason, Part, TransferFailed
 
 log = logger(__name__)
 
 THREADS = 4
 GRACE_S = 0.25  # behind the deadline, for the mover's own answer, which knows more
-SHUTDOWN_S = 5.0  # for a scatter or gather under way
+COPIES_S = 5.0  # for scatters and gathers under way, when vLLM wants its blocks back
+_ASLEEP = "the engine sleeps"
 
 
 class WorkerHalf:
@@ -87,13 +87,12 @@ class WorkerHalf:
         self._changed = Condition()
         self._loads: dict[int, Load] = {}
         self._saves: dict[int, Save] = {}
-        self._next_save = (
-            0  # jobs are numbered in the order in which they come: those before it have been queued
-        )
+        self._next_save = 0  # jobs are numbered in the order in which they come: those before were queued
         self._ended = Ended()
         self._reporting = Ended()  # the snapshot of this step
         self._lines = Lines(clock)
         self._touching = 0  # scatters and gathers under way
+        self._unmapped = False
         self._closed = False
 
     # --- start and end --------------------------------------------------------------------------------
@@ -121,18 +120,38 @@ class WorkerHalf:
         return self._caches.handshake
 
     def shutdown(self) -> None:
-        """Begins nothing and reports nothing any more. Waits for scatters and gathers under way: vLLM is about
-        to unmap the blocks."""
+        """Begins nothing and reports nothing any more, and touches no block from now on."""
         with self._changed:
             self._closed = True
             self._loads.clear()
             self._saves.clear()
             self._ended = self._reporting = Ended()
-            quiet = self._changed.wait_for(lambda: self._touching == 0, SHUTDOWN_S)
-        if not quiet:
-            log.error("a copy of KV blocks did not end within %.0f s of the shutdown", SHUTDOWN_S)
+        self._wait_for_copies()
         if self._pool is not None:
             self._pool.close()
+
+    def leave_blocks(self) -> None:
+        """Ends what is under way, and touches no block until `return_to_blocks`: vLLM puts the engine to sleep."""
+        with self._changed:
+            self._unmapped = True
+            for load in list(self._loads.values()):
+                load.lose(load.valid, None, _ASLEEP)
+                self._settle(load)
+            for save in list(self._saves.values()):
+                self._report(save, nothing_saved(save.job, quiet=not save.began_writing))
+        self._wait_for_copies()
+
+    def return_to_blocks(self) -> None:
+        """The blocks are there again, at the same addresses."""
+        with self._changed:
+            self._unmapped = False
+
+    def _wait_for_copies(self) -> None:
+        """For scatters and gathers under way: vLLM is about to unmap the blocks."""
+        with self._changed:
+            quiet = self._changed.wait_for(lambda: self._touching == 0, COPIES_S)
+        if not quiet:
+            log.error("a copy of KV blocks did not end within %.0f s of being asked to", COPIES_S)
 
     # --- hooks of a step ------------------------------------------------------------------------------
 
@@ -201,6 +220,8 @@ class WorkerHalf:
             self._loads[job.job] = load
             if self._pool is None:
                 load.lose(0, MissReason.LAYOUT_UNSUPPORTED, self._unsupported)
+            elif self._unmapped:
+                load.lose(0, None, _ASLEEP)
             elif job.deadline_s <= 0:
                 load.lose(0, None, "")  # the scheduler half knows why
             self._settle(load)
@@ -274,16 +295,7 @@ class WorkerHalf:
         lost = job.objects[valid:]
         self._ended.requests.add(job.request)
         self._ended.invalid.update(block for wanted in lost for block in wanted.blocks if block is not None)
-        self._ended.reports.loads[job.job] = [
-            LoadReport(
-                valid,
-                load.reason if lost else None,
-                load.suspect,
-                load.moved_bytes,
-                max(0.0, load.last_read - load.began),
-                self._clock() - load.began,
-            )
-        ]
+        self._ended.reports.loads[job.job] = [load.report(self._clock())]
         if lost and load.error:
             line = (
                 f"request {job.request}: {len(lost)} of {len(job.objects)} stored pieces could not be loaded"
@@ -299,7 +311,7 @@ class WorkerHalf:
             assert job.job not in self._saves, f"save {job.job} was begun already"
             save = Save(job, after, self._clock())
             self._saves[job.job] = save
-            if self._pool is None:
+            if self._pool is None or self._unmapped:
                 self._report(save, nothing_saved(job, quiet=True))
                 return
             assert self._shape is not None, "jobs come with the shape of their objects"
@@ -343,7 +355,7 @@ class WorkerHalf:
             with self._changed:
                 self._say(("save", failed[0].reason), line)
         return SaveReport(
-            tuple(_by_run(item, result) for item, result in zip(items, results, strict=True)),
+            tuple(sums_by_run(item, result) for item, result in zip(items, results, strict=True)),
             all(result.quiet for result in results),
             sum(item.part.size_bytes for item, result in zip(items, results, strict=True) if result.ok),
             self._clock() - save.began,
@@ -382,13 +394,3 @@ class WorkerHalf:
                 began = save.began_writing  # else it has only waited for others
                 reason = MissReason.TOO_SLOW if began else None
                 self._report(save, nothing_saved(save.job, quiet=not began, reason=reason))
-
-
-def _by_run(item: PushItem, result: PushResult) -> dict[int, bytes] | None:
-    """The checksums of the runs that were written, by their index in the table."""
-    if not result.ok:
-        return None
-    assert result.checksums is not None, "what was written has checksums"
-    size = limits.CHECKSUM_BYTES
-    assert len(result.checksums) == size * len(item.part.runs), "one checksum for each run"
-    return {run.index: result.checksums[at * size : (at + 1) * size] for at, run in enumerate(item.part.runs)}

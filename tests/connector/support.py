@@ -395,6 +395,7 @@ class Engine:
         prefix_caching: bool = True,
         control: Control | None = None,
         ranks: int = 1,
+        module_path: str | None = "connector",
         **extra: Any,
     ) -> None:
         self.node = node
@@ -402,6 +403,7 @@ class Engine:
         self.control = FakeControl(node)
         self.control.clock = lambda: self.now
         self._real_control = control  # in real time
+        self._module_path = module_path
         self.worker = Worker(node, num_blocks, ranks)
         self.config = self._config(role, max_batched, max_seqs, num_blocks, prefix_caching, ahead, extra)
         self.config.parallel_config.world_size = ranks
@@ -435,7 +437,7 @@ class Engine:
             ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KVStoreConnector",
-                kv_connector_module_path="connector",
+                kv_connector_module_path=self._module_path,
                 kv_role=role,
                 kv_connector_extra_config=settings,
             ),

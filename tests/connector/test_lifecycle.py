@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -20,7 +20,6 @@ from connector.connector import KVStoreConnector
 from connector.guard import ERRORS_MAX, WINDOW_S, Breaker
 from connector.metadata import Handshake, Jobs, Layer
 from connector.scheduler import SchedulerHalf
-from connector.versions import unsupported_version
 from kvstore.core import BadConfiguration, MissReason
 from tests.connector.support import (
     BLOCK,
@@ -74,28 +73,11 @@ def test_it_is_registered_without_looking_at_the_rest_of_vllm(monkeypatch, caplo
     assert len([line for line in lines if "KVStoreConnector cannot be registered: " in line]) == 1
 
 
-def test_a_version_that_lacks_what_is_needed_is_said_in_one_line(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "connector.connector", None)
-    monkeypatch.setattr("connector.unsupported_version", lambda: "this connector knows vLLM 0.32.x, not 9")
-    with pytest.raises(ImportError, match=r"this connector knows vLLM 0.32.x, not 9 \(.*connector.connector"):
-        connector.KVStoreConnector  # noqa: B018 - imported when it is looked at
-
-
 def test_it_is_what_vllm_takes() -> None:
     assert "kv_cache_config" in inspect.signature(KVStoreConnector.__init__).parameters
     assert supports_hma(KVStoreConnector)
     assert not KVStoreConnector.requires_piecewise_for_cudagraph({})
     assert not inspect.isabstract(KVStoreConnector)
-
-
-def test_hooks_take_what_vllm_gives() -> None:
-    """Each overridden hook has the parameters of vLLM's own declaration, in order."""
-    for name, method in vars(KVStoreConnector).items():
-        declared = getattr(KVConnectorBase_V1, name, None)
-        if name.startswith("__") or not inspect.isfunction(declared) or not callable(method):
-            continue
-        ours = list(inspect.signature(getattr(KVStoreConnector, name)).parameters)
-        assert ours == list(inspect.signature(declared).parameters), name
 
 
 def test_the_layout_is_asked_for_where_there_are_heads(node) -> None:
@@ -124,28 +106,6 @@ def test_a_chunk_must_be_whole_blocks(node) -> None:
 
 
 # --- engines that it cannot serve ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("version", "good"), [("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", False), ("0.31.9", False)]
-)
-def test_versions(version, good) -> None:
-    reason = unsupported_version(version)
-    assert (reason is None) == good
-    assert good or f"knows vLLM 0.32.x, not {version}" in str(reason)
-
-
-def test_another_version_of_vllm_serves_on_without_the_store(node, answer, monkeypatch, caplog_vllm) -> None:
-    monkeypatch.setattr("connector.connector.unsupported_version", lambda: "vLLM 9 is not known")
-    engine_class = type("Quiet", (Engine,), {"half": None})
-    monkeypatch.setattr(KVStoreConnector, "_scheduler", None, raising=False)
-    engine = engine_class(node)
-    node.calls.clear()
-    assert engine.generate("b", TEXT) == answer
-    assert node.calls == []
-    assert engine.connector.reset_cache() is None
-    assert engine.connector.get_handshake_metadata().unsupported
-    assert caplog_vllm.text.count("vLLM 9 is not known: this engine does without the store") == 1
 
 
 def full() -> FullAttentionSpec:
