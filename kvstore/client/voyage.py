@@ -88,11 +88,17 @@ class Voyage:
         self._transfer = transfer
         self._staging = staging
         self._node = node
-        self._segment = node.segments.get(transfer.protocol, "")
+        self._segment = ""
         self._end = time.monotonic() + deadline_s
         self._submit = transfer.submit_read if reading else transfer.submit_write
         self._add_late = add_late
-        self._down = "" if self._segment else f"the node cannot be reached by {transfer.protocol}"
+        self._down = ""
+        try:
+            self._segment = transfer.reach(node.segments)
+            if not self._segment:
+                self._down = f"the node cannot be reached by {transfer.protocol}"
+        except TransferFailed as error:
+            self._down = str(error)
 
     def run(self, jobs: Sequence[Job[R]]) -> Iterator[tuple[int, R]]:
         """Gives (position, result) of every job, in order, each as soon as it has ended."""

@@ -1,10 +1,15 @@
 """Bytes in motion: one short contract, several ways."""
 
+from kvstore.transfer.arena_socket import ArenaSocket
+from kvstore.transfer.auto import AutoTransfer
 from kvstore.transfer.base import Handle, Piece, Status, Transfer
 from kvstore.transfer.in_process import Fault, InProcessNetwork, InProcessTransfer, Plan
 from kvstore.transfer.mooncake import MooncakeTransfer
+from kvstore.transfer.shared_memory import SharedMemoryTransfer
 
 __all__ = [
+    "ArenaSocket",
+    "AutoTransfer",
     "Fault",
     "Handle",
     "InProcessNetwork",
@@ -12,6 +17,7 @@ __all__ = [
     "MooncakeTransfer",
     "Piece",
     "Plan",
+    "SharedMemoryTransfer",
     "Status",
     "Transfer",
 ]

@@ -16,7 +16,7 @@ side's program does not take part. Clauses every implementation keeps (tests/con
 * All methods may be called from any thread. After `close` every transfer has ended.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, NewType, Protocol
 
@@ -49,6 +49,12 @@ class Transfer(Protocol):
     @property
     def segment(self) -> str:
         """The name under which peers reach the memory registered here."""
+
+    def reach(self, segments: Mapping[str, str]) -> str:
+        """The segment to use for a node that says this of itself (`Welcome.transfer`); empty: none reaches it.
+
+        May wait for a second, when a node is met for the first time.
+        """
 
     def register(self, address: int, size_bytes: int) -> None:
         """Makes local memory a source or target of transfers, and, on a node, reachable for peers.

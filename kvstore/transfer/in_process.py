@@ -8,7 +8,7 @@ a thread: what is held back moves when the test says so, so every run is the sam
 import ctypes
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -124,6 +124,10 @@ class InProcessTransfer:
     def segment(self) -> str:
         """The endpoint's name in the network."""
         return self._segment
+
+    def reach(self, segments: Mapping[str, str]) -> str:
+        """See `Transfer.reach`."""
+        return segments.get(self.protocol, "")
 
     def register(self, address: int, size_bytes: int) -> None:
         """See `Transfer.register`."""

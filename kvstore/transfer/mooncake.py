@@ -19,7 +19,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 from kvstore.core import TransferFailed
@@ -108,6 +108,10 @@ class MooncakeTransfer:
     def segment(self) -> str:
         """`host:port` of Mooncake's handshake; peers use it as the segment's name."""
         return self._segment
+
+    def reach(self, segments: Mapping[str, str]) -> str:
+        """See `Transfer.reach`."""
+        return segments.get(self.protocol, "")
 
     def register(self, address: int, size_bytes: int) -> None:
         """See `Transfer.register`."""

@@ -1,6 +1,6 @@
 """A transfer that damages what it moves, around a real one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvstore.transfer import Handle, Piece, Status, Transfer
 
@@ -29,6 +29,9 @@ class FlippingTransfer:
     @property
     def segment(self) -> str:
         return self._real.segment
+
+    def reach(self, segments: Mapping[str, str]) -> str:
+        return self._real.reach(segments)
 
     def register(self, address: int, size_bytes: int) -> None:
         self._real.register(address, size_bytes)

@@ -1,0 +1,344 @@
+"""Transfers on one host: copies between this process's memory and a node's arena, which it has mapped.
+
+How this becomes the contract of `base.py`:
+
+* A segment is the path of a node's `ArenaSocket`. The first transfer that names one asks for the arena there, in
+  a thread, which from then on waits for the node's end and unmaps: the memory of a node that is gone is not
+  kept. Reading and writing use a mapping each, so that no mistake of a reader can change the arena.
+* `submit_*` queues; a few threads copy, reads first, piece by piece of at most `PIECE_BYTES_MAX`, without the
+  GIL. Between two pieces they look whether they should go on: what is unregistered, closed, or
+  over `LIVES_S` (a process that was stopped and continued) moves nothing more. So what lands late of a writer
+  that was stopped is at most the piece it was stopped in (docs/decisions/0260), and no piece begins after the
+  pages it is for have been held (`limits.HOLD_S`).
+"""
+
+import ctypes
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from socket import SHUT_RDWR
+
+from kvstore.core import TransferFailed, limits
+from kvstore.transfer.arena_socket import ArenaRefused, ask_for_arena, has_ended
+from kvstore.transfer.base import Handle, Piece, Status
+from kvstore.transfer.mapped_arena import MappedArena
+from kvstore.transfer.pieces import merge
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES_MAX = 4 * limits.MIB
+LIVES_S = 10.0
+REACH_S = 1.0
+TRY_AGAIN_S = 10.0
+THREADS = 2
+_CLOSE_S = 10.0
+
+assert LIVES_S < limits.HOLD_S, "a copy that goes on late must find its pages held"
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """A node's arena, for reading or for writing: being asked for, mapped, or refused."""
+
+    segment: str
+    writing: bool
+    arena: MappedArena | None = None
+    error: str = ""
+    busy: int = 0  # pieces being copied
+    waiting: list["_Moving"] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _Moving:
+    """A transfer that nobody has been told the end of."""
+
+    peer: _Peer
+    pieces: list[Piece]
+    begun_s: float
+    status: Status = Status.PENDING
+    busy: bool = False  # a piece is being copied
+    cancelled: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, status: Status) -> None:
+        self.status = status
+        self.ended.set()
+
+    def touches(self, address: int, size_bytes: int) -> bool:
+        return any(
+            piece.local_address < address + size_bytes and address < piece.local_address + piece.size_bytes
+            for piece in self.pieces
+        )
+
+
+class SharedMemoryTransfer:
+    """Copies to and from the arenas of nodes on this host.
+
+    Args:
+        token: the fleet's shared secret, where nodes ask for one.
+        lives_s: a transfer that has not ended so long after it was submitted goes no further.
+    """
+
+    protocol = "shm"
+
+    def __init__(self, token: bytes = b"", lives_s: float = LIVES_S) -> None:
+        self._token = token
+        self._lives_s = lives_s
+        self._changed = threading.Condition()  # guards all below
+        self._handles = itertools.count(1)
+        self._moving: dict[Handle, _Moving] = {}
+        self._reads: deque[_Moving] = deque()
+        self._writes: deque[_Moving] = deque()
+        self._regions: dict[int, int] = {}
+        self._peers: dict[tuple[str, bool], _Peer] = {}
+        self._failed: dict[str, float] = {}  # segment -> when it could not be had
+        self._mapped = 0
+        self._closed = False
+        for number in range(THREADS):
+            threading.Thread(target=self._run, name=f"shm-copy-{number}", daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"<SharedMemoryTransfer {self._mapped} mappings, {len(self._moving)} moving>"
+
+    @property
+    def segment(self) -> str:
+        """Empty: nobody reaches memory that is registered here. A node has an `ArenaSocket`."""
+        return ""
+
+    def reach(self, segments: Mapping[str, str]) -> str:
+        """See `Transfer.reach`. The proof that a node is on this host is that its arena is here."""
+        segment = segments.get(self.protocol, "")
+        if not segment:
+            return ""
+        with self._changed:
+            if self._closed or time.monotonic() < self._failed.get(segment, 0.0) + TRY_AGAIN_S:
+                return ""
+            peer = self._peer(segment, writing=False)
+            self._changed.wait_for(lambda: peer.arena or peer.error, REACH_S)
+            return segment if peer.arena else ""
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """See `Transfer.register`."""
+        with self._changed:
+            if any(
+                start < address + size_bytes and address < start + n for start, n in self._regions.items()
+            ):
+                raise TransferFailed(f"memory at {address:#x} is registered already")
+            self._regions[address] = size_bytes
+
+    def unregister(self, address: int) -> None:
+        """See `Transfer.unregister`. Waits for the piece that is being copied there, if any."""
+        with self._changed:
+            size_bytes = self._regions.pop(address)
+            touching = [moving for moving in self._moving.values() if moving.touches(address, size_bytes)]
+            for moving in touching:
+                self._cancel(moving)
+            self._changed.wait_for(lambda: not any(moving.busy for moving in touching))
+
+    def submit_read(self, segment: str, pieces: Sequence[Piece]) -> Handle:
+        """See `Transfer.submit_read`."""
+        return self._submit(segment, merge(pieces), writing=False)
+
+    def submit_write(self, segment: str, pieces: Sequence[Piece]) -> Handle:
+        """See `Transfer.submit_write`."""
+        return self._submit(segment, merge(pieces), writing=True)
+
+    def poll(self, handle: Handle) -> Status:
+        """See `Transfer.poll`."""
+        with self._changed:
+            status = self._moving[handle].status
+            if status is not Status.PENDING:
+                del self._moving[handle]
+            return status
+
+    def wait(self, handle: Handle, timeout_s: float) -> Status:
+        """See `Transfer.wait`."""
+        with self._changed:
+            moving = self._moving[handle]
+        moving.ended.wait(timeout_s)
+        return self.poll(handle)
+
+    def close(self) -> None:
+        """See `Transfer.close`."""
+        with self._changed:
+            self._closed = True
+            for moving in self._moving.values():
+                self._cancel(moving)
+            for peer in self._peers.values():
+                if peer.arena is not None:
+                    with suppress(OSError):
+                        peer.arena.connection.shutdown(SHUT_RDWR)  # wakes its thread, which unmaps
+            self._regions.clear()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._mapped == 0, _CLOSE_S)
+
+    # --- under the lock -------------------------------------------------------------------------------
+
+    def _submit(self, segment: str, pieces: list[Piece], *, writing: bool) -> Handle:
+        with self._changed:
+            self._check(pieces)
+            peer = self._peer(segment, writing)
+            moving = _Moving(peer, pieces, time.monotonic())
+            handle = Handle(next(self._handles))
+            self._moving[handle] = moving
+            if peer.arena is None:
+                peer.waiting.append(moving)
+            else:
+                self._enqueue(peer.arena, moving)
+            return handle
+
+    def _check(self, pieces: list[Piece]) -> None:
+        if self._closed:
+            raise TransferFailed("This transfer has been closed.")
+        for local, _, size_bytes in pieces:
+            if not any(
+                start <= local and local + size_bytes <= start + n for start, n in self._regions.items()
+            ):
+                raise TransferFailed(
+                    f"{size_bytes} bytes at {local:#x} lie outside the memory registered here"
+                )
+
+    def _peer(self, segment: str, writing: bool) -> _Peer:
+        """The arena behind a segment; it is being asked for if it is not here."""
+        peer = self._peers.get((segment, writing))
+        if peer is not None and peer.arena is not None and has_ended(peer.arena.connection):
+            self._forget(peer)
+            peer = None
+        if peer is None:
+            peer = self._peers[segment, writing] = _Peer(segment, writing)
+            threading.Thread(target=self._attend, args=(peer,), name="shm-arena", daemon=True).start()
+        return peer
+
+    def _forget(self, peer: _Peer) -> None:
+        """Nothing moves there any more, but for the pieces under way."""
+        if self._peers.get((peer.segment, peer.writing)) is peer:
+            del self._peers[peer.segment, peer.writing]
+        for moving in self._moving.values():
+            if moving.peer is peer:
+                self._cancel(moving)
+        peer.waiting.clear()
+        self._changed.notify_all()
+
+    def _enqueue(self, arena: MappedArena, moving: _Moving) -> None:
+        if any(arena.local(remote, size_bytes) is None for _, remote, size_bytes in moving.pieces):
+            moving.end(Status.FAILED)
+        elif not moving.pieces:
+            moving.end(Status.DONE)
+        elif moving.status is Status.PENDING:
+            (self._writes if moving.peer.writing else self._reads).append(moving)
+            self._changed.notify_all()
+
+    def _cancel(self, moving: _Moving) -> None:
+        if moving.status is Status.PENDING:
+            moving.cancelled = True
+            if not moving.busy:
+                moving.end(Status.FAILED)
+
+    # --- the life of a mapping: a thread each -----------------------------------------------------------
+
+    def _attend(self, peer: _Peer) -> None:
+        """Asks for the arena, lets transfers go on, and unmaps it when its node has ended or this is closed."""
+        try:
+            handed = ask_for_arena(peer.segment, self._token, writing=peer.writing)
+            arena = MappedArena(handed, writing=peer.writing)
+        except (TransferFailed, OSError) as error:
+            self._could_not(peer, error)
+            return
+        with self._changed:
+            self._mapped += 1
+            if not self._closed:
+                peer.arena = arena
+                for moving in peer.waiting:
+                    self._enqueue(arena, moving)
+                peer.waiting.clear()
+            self._changed.notify_all()
+        if peer.arena is not None:
+            self._keep(arena)
+        with self._changed:
+            self._forget(peer)
+            self._changed.wait_for(lambda: peer.busy == 0)
+        arena.close()
+        with self._changed:
+            self._mapped -= 1
+            self._changed.notify_all()
+
+    def _keep(self, arena: MappedArena) -> None:
+        """Until the connection ends. Before the first copies come along, their page faults are taken away."""
+        for offset in arena.slices():
+            if has_ended(arena.connection):
+                return
+            arena.populate(offset)
+        with suppress(OSError):
+            arena.connection.recv(1)
+
+    def _could_not(self, peer: _Peer, error: Exception) -> None:
+        if isinstance(error, ArenaRefused):
+            log.warning(
+                "a node on this host does not share its memory, so bytes take the slower way: %s", error
+            )
+        with self._changed:
+            peer.error = str(error)
+            if len(self._failed) >= limits.CLIENTS_MAX:
+                self._failed.clear()
+            self._failed[peer.segment] = time.monotonic()
+            self._forget(peer)
+
+    # --- copying: a few threads --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._reads or self._writes)
+                if self._closed:
+                    return
+                moving = (self._reads or self._writes).popleft()
+            self._copy(moving)
+
+    def _copy(self, moving: _Moving) -> None:
+        for piece in _cut(moving.pieces):
+            self._before_piece()
+            addresses = self._begin(moving, piece)
+            if addresses is None:
+                return
+            ctypes.memmove(*addresses, piece.size_bytes)
+            self._end(moving)
+        with self._changed:
+            if moving.status is Status.PENDING:
+                moving.end(Status.DONE)
+
+    def _before_piece(self) -> None:
+        """A place for tests to stand in the way."""
+
+    def _begin(self, moving: _Moving, piece: Piece) -> tuple[int, int] | None:
+        """(target, source) of a piece that may be copied now."""
+        with self._changed:
+            if time.monotonic() > moving.begun_s + self._lives_s:
+                self._cancel(moving)
+            peer = moving.peer
+            if moving.status is not Status.PENDING or peer.arena is None:
+                return None
+            remote = peer.arena.local(piece.remote_address, piece.size_bytes)
+            assert remote is not None, "a piece outside the arena was queued"
+            moving.busy = True
+            peer.busy += 1
+            return (remote, piece.local_address) if peer.writing else (piece.local_address, remote)
+
+    def _end(self, moving: _Moving) -> None:
+        with self._changed:
+            moving.busy = False
+            moving.peer.busy -= 1
+            if moving.cancelled:
+                moving.end(Status.FAILED)
+                self._changed.notify_all()  # who cancelled it may wait for this
+
+
+def _cut(pieces: list[Piece]) -> Iterator[Piece]:
+    """The same copies in pieces that do not take long."""
+    for local, remote, size_bytes in pieces:
+        for done in range(0, size_bytes, PIECE_BYTES_MAX):
+            yield Piece(local + done, remote + done, min(PIECE_BYTES_MAX, size_bytes - done))
