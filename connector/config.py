@@ -66,6 +66,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     staging_bytes: Annotated[
         int, Meta(ge=limits.MIB, description="host memory per worker through which bytes pass")
     ] = 256 * limits.MIB
+    transfer: Annotated[
+        str,
+        Meta(
+            pattern="^(auto|mooncake|shm)$",
+            description="how bytes move: mooncake; shm (nodes on this host only); auto: shm where a node gives its "
+            "memory to this process, else mooncake",
+        ),
+    ] = "auto"
     protocol: Annotated[
         str, Meta(pattern="^(tcp|rdma)$", description="what Mooncake moves bytes with: tcp, rdma")
     ] = "tcp"

@@ -1,6 +1,5 @@
 """How the halves come to be: with the real client, and with a mover over Mooncake."""
 
-import functools
 from typing import Any
 
 from connector.background import Background
@@ -11,7 +10,7 @@ from connector.guard import Breaker
 from connector.metadata import Rank
 from connector.scheduler import SchedulerHalf
 from connector.worker import WorkerHalf
-from kvstore.client import ClientConfig, open_mover
+from kvstore.client import ClientConfig, Mover, open_mover
 
 
 def open_control(config: Config) -> Control:
@@ -41,12 +40,16 @@ def start_scheduler_half(
 
 def start_worker_half(vllm_config: Any, kv_cache_config: Any, config: Config) -> WorkerHalf:
     """The worker half; it opens its mover when vLLM has registered the KV cache."""
-    opened = functools.partial(
-        open_mover,
-        config.node,
-        host=config.host,
-        protocol=config.protocol,
-        devices=config.devices,
-        staging_bytes=config.staging_bytes,
-    )
+
+    def opened() -> Mover:
+        return open_mover(
+            config.node,
+            transfer=config.transfer,
+            host=config.host,
+            protocol=config.protocol,
+            devices=config.devices,
+            token=read_token(config),
+            staging_bytes=config.staging_bytes,
+        )
+
     return WorkerHalf(opened, vllm_config, kv_cache_config, Rank(*worker_rank()))

@@ -13,7 +13,7 @@ from kvstore.client.control import ControlClient
 from kvstore.client.facade import KVStore, Put
 from kvstore.client.loop_thread import LoopThread
 from kvstore.client.mover import Mover, PullItem, PullResult, PushItem, PushResult
-from kvstore.client.opening import open_mover
+from kvstore.client.opening import TRANSFERS, open_mover, open_transfer
 from kvstore.client.promise import Copy, Found, Grant, Grants, Promise
 from kvstore.client.promoting import Arrival
 from kvstore.client.staging import Slot, Staging, StagingStats
@@ -66,8 +66,10 @@ __all__ = [
     "ReserveItem",
     "Resident",
     "Slot",
+    "TRANSFERS",
     "Staging",
     "StagingStats",
     "Stale",
     "open_mover",
+    "open_transfer",
 ]

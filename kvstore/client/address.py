@@ -19,7 +19,7 @@ def is_address(control: str) -> bool:
 class NodeAddress(msgspec.Struct, frozen=True):
     """One boot of one node: where its control endpoint and its arena are.
 
-    `segments` names the arena per transfer protocol, as in `Welcome.transfer`.
+    `segments` names the arena per transfer protocol, as in `Welcome.transfer`; "shm" is `Welcome.memfd_socket`.
     """
 
     node: NodeId
@@ -28,4 +28,3 @@ class NodeAddress(msgspec.Struct, frozen=True):
     segments: dict[str, str]
     arena_base: int
     page_bytes: int
-    memfd_socket: str = ""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from kvstore.client.address import NodeAddress
 from kvstore.client.breaker import Breaker
 from kvstore.client.config import ClientConfig
 from kvstore.client.control import TROUBLE
@@ -133,6 +134,11 @@ class Client:
     def welcome(self) -> Welcome | None:
         """What the preferred node says of itself; None until it has been reached."""
         return self._peers.local.control.welcome
+
+    @property
+    def address(self) -> NodeAddress | None:
+        """Where the preferred node's arena is; None until it has been reached."""
+        return self._peers.local.control.address
 
     async def open(self, manifest: Manifest) -> Namespace:
         """Opens a namespace: from now on its keys may be asked for. Greets the preferred node with it.

@@ -159,10 +159,9 @@ class ControlClient:
             node=welcome.node,
             boot=reply.boot,
             control=self.control,
-            segments=welcome.transfer,
+            segments=welcome.transfer | ({"shm": welcome.memfd_socket} if welcome.memfd_socket else {}),
             arena_base=welcome.arena_base,
             page_bytes=welcome.page_bytes,
-            memfd_socket=welcome.memfd_socket,
         )
         if namespace is not None:
             self._greeted.add(namespace)

@@ -17,7 +17,7 @@ from kvstore.client.client import Client
 from kvstore.client.config import ClientConfig
 from kvstore.client.loop_thread import LoopThread
 from kvstore.client.mover import Mover, PullItem, PushItem, PushResult
-from kvstore.client.opening import host_towards
+from kvstore.client.opening import open_transfer
 from kvstore.client.promise import Copy, Grant, Promise
 from kvstore.client.staging import Staging
 from kvstore.core import (
@@ -33,7 +33,7 @@ from kvstore.core import (
     limits,
 )
 from kvstore.index import Index
-from kvstore.transfer import MooncakeTransfer, Transfer
+from kvstore.transfer import Transfer
 from kvstore.wire import Committed, Exists, ReserveItem, Resident, WireExtents
 
 Array = NDArray[Any]
@@ -62,7 +62,8 @@ class KVStore:
         token: the fleet's shared secret, where the node asks for one.
         index_url: Redis; empty: what the node says.
         timeout_s: for moving the bytes of one call.
-        transfer: how bytes move; None: Mooncake over TCP. A given one stays the caller's.
+        transfer: how bytes move: "auto", "mooncake" (over TCP) or "shm", see `open_transfer`; or a transfer, which
+            stays the caller's.
         index: an index to use instead of Redis; it stays the caller's.
         staging_bytes: memory for arrays that are not registered; the largest object must fit.
 
@@ -77,13 +78,14 @@ class KVStore:
         token: bytes = b"",
         index_url: str = "",
         timeout_s: float = 30.0,
-        transfer: Transfer | None = None,
+        transfer: Transfer | str = "auto",
         index: Index | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._node = node
         self._timeout_s = timeout_s
         self._given_transfer = transfer
+        self._token = token
         self._staging_bytes = staging_bytes
         self._manifests: dict[Namespace, Manifest] = {}
         self._registered: dict[int, Array] = {}
@@ -98,9 +100,14 @@ class KVStore:
                 raise PeerLost(
                     f"no node answers at {self._node}: start one with `kvstore serve`, or name another"
                 )
-            self._transfer = self._given_transfer or MooncakeTransfer(host_towards(self._node))
+            given = self._given_transfer
+            self._transfer = (
+                open_transfer(given, self._node, token=self._token) if isinstance(given, str) else given
+            )
             self._staging = Staging(self._transfer, self._staging_bytes)
             self._mover = Mover(self._transfer, self._staging)
+            if self._client.address is not None:
+                self._mover.meet(self._client.address)
         except BaseException:
             self._loop.run(self._client.close())
             self._loop.stop()
@@ -113,7 +120,7 @@ class KVStore:
             self._transfer.unregister(address)
         self._registered.clear()
         self._staging.close()
-        if self._given_transfer is None:
+        if isinstance(self._given_transfer, str):
             self._transfer.close()
         self._loop.run(self._client.close())
         self._loop.stop()

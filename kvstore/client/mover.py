@@ -20,7 +20,9 @@ from kvstore.client.address import NodeAddress
 from kvstore.client.staging import Staging
 from kvstore.client.voyage import Job, Voyage
 from kvstore.core import Extents, MissReason, Part, checksums, select
-from kvstore.transfer import Handle, Status, Transfer
+from kvstore.transfer import Handle, Piece, Status, Transfer
+
+MEET_S = 5.0
 
 
 class PushItem(NamedTuple):
@@ -125,7 +127,7 @@ class Mover:
     """Pushes and pulls objects. All methods may be called from any thread.
 
     Args:
-        transfer: how bytes move; nodes are reached at `NodeAddress.segments[transfer.protocol]`.
+        transfer: how bytes move.
         staging: memory registered with `transfer`; a part larger than all of it cannot be staged.
     """
 
@@ -163,6 +165,25 @@ class Mover:
             self._transfer, self._staging, node, deadline_s, reading=True, add_late=self._add_late
         )
         yield from voyage.run([_Pull(item) for item in items])
+
+    def meet(self, node: NodeAddress) -> None:
+        """Has the first contact with a node now, so that no object waits for it.
+
+        Raises:
+            TransferFailed: the node cannot be reached.
+        """
+        segment = self._transfer.reach(node.segments)
+        slot = self._staging.take(1, MEET_S) if segment else None
+        if slot is None:
+            return
+        for handle in (
+            self._transfer.submit_write(segment, []),
+            self._transfer.submit_read(segment, [Piece(slot.address, node.arena_base, 1)]),
+        ):
+            if self._transfer.wait(handle, MEET_S) is Status.PENDING:
+                self._staging.retire(slot, handle)
+                return
+        self._staging.give_back(slot)
 
     def settled(self, timeout_s: float) -> bool:
         """Whether, within `timeout_s`, all memory that callers gave to earlier calls is quiet."""

@@ -1,6 +1,6 @@
 """Composition: the only file that knows all rooms.
 
-    ControlServer -> Store -> Arena <- MooncakeTransfer (registers it)
+    ControlServer -> Store -> Arena <- MooncakeTransfer (registers it), ArenaSocket (hands it out)
     Heart -> Store.tick, views for AdminServer
     Publisher -> Index: the Redis of the fleet, or an embedded one
 
@@ -32,11 +32,12 @@ from kvstore.node.ports import claimable
 from kvstore.node.quiet import MOONCAKE_NOISE, without_noise
 from kvstore.node.sections import Config
 from kvstore.node.settings import join_address, split_address, without_password
+from kvstore.node.sharing import share_arena
 from kvstore.policy import PrefixLru
 from kvstore.server import ControlServer
 from kvstore.store import Mover
 from kvstore.tiers import Arena, NvmeTier
-from kvstore.transfer import MooncakeTransfer
+from kvstore.transfer import ArenaSocket, MooncakeTransfer
 from kvstore.wire import BootId, NodeId, Welcome
 
 
@@ -81,6 +82,7 @@ class _Assembly:
         self._stack.push_async_callback(index.close)
         self._arena = await self._map_arena()
         self._transfer = self._register_arena()
+        self._shared = self._share_arena()
         self._nvme = await self._mount_devices()
         manifests = Manifests(index)
         self._store = MeteredStore(
@@ -134,6 +136,12 @@ class _Assembly:
         self._stack.callback(transfer.unregister, self._arena.address)
         return transfer
 
+    def _share_arena(self) -> ArenaSocket | None:
+        shared = share_arena(self._config.transfer, self._arena, self._boot, self._token)
+        if shared:
+            self._stack.callback(shared.close)
+        return shared
+
     async def _mount_devices(self) -> NvmeTier:
         tier = make_tier(self._config)
         await tier.start()
@@ -178,8 +186,12 @@ class _Assembly:
             arena_base=self._arena.address,
             arena_bytes=self._arena.size_bytes,
             transfer={self._transfer.protocol: self._transfer.segment},
+            memfd_socket=self._shm_path(),
             index_url=self._index_url if reachable else "",
         )
+
+    def _shm_path(self) -> str:
+        return str(self._shared.path) if self._shared else ""
 
     def _record(self) -> NodeRecord:
         use = self._store.snapshot().tiers
@@ -226,6 +238,7 @@ class _Assembly:
             control=self._control.address,
             admin=admin_address,
             mooncake=self._transfer.segment,
+            shm=self._shm_path(),
             embedded_redis=without_password(self._embedded.url) if self._embedded else "",
             devices=[device.stats() for device in self._nvme.devices],
             warnings=warnings_of(self._config, self._arena.warnings),

@@ -20,6 +20,7 @@ def banner(
     control: str,
     admin: str,
     mooncake: str,
+    shm: str,
     embedded_redis: str,
     devices: Iterable[NvmeStats],
     warnings: Iterable[str],
@@ -31,6 +32,7 @@ def banner(
         control: the bound address of the control endpoint.
         admin: the bound address of the admin endpoint.
         mooncake: name of the arena's segment.
+        shm: path of the arena's socket; empty: it is not shared.
         embedded_redis: URL of the embedded Redis, empty when the index is the fleet's.
         devices: of the NVMe tier.
         warnings: one line each.
@@ -48,6 +50,9 @@ def banner(
         "control": control if control == advertised else f"{control}, engines use {advertised}",
         "admin": f"http://{admin}  (/healthz /readyz /metrics /v1/stats /v1/objects)",
         "mooncake": f"{mooncake} ({config.transfer.protocol})",
+        "shm": f"{shm}  (clients on this host, as the same user)"
+        if shm
+        else "not shared with clients on this host",
         "arena": f"{in_words(dram.size_bytes)}, {dram.size_bytes // dram.page_bytes} pages of {dram.page_bytes} B",
         "index": index,
     }

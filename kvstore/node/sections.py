@@ -11,6 +11,7 @@ from kvstore.node.settings import (
     SIZE,
     SWITCH,
     TEXT,
+    UIDS,
     Setting,
     choice,
     count,
@@ -161,7 +162,7 @@ class RedisSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferSection:
-    """Bytes in motion, by Mooncake."""
+    """Bytes in motion, by Mooncake or by shared memory."""
 
     protocol: str = setting(choice("tcp", "rdma"), "tcp", "What Mooncake moves bytes with.")
     devices: str = setting(
@@ -182,6 +183,25 @@ class TransferSection:
         limits.HOLD_S,
         "How long pages that a writer left unfinished stay out of use. If late bytes (of a stopped peer, a healed "
         "network) came after that, they could damage another object: a miss, never wrong bytes.",
+    )
+    shm: bool = setting(
+        SWITCH,
+        True,
+        "Let clients on this host that run as the same user copy from and to the arena's own memory.",
+    )
+    shm_dir: str = setting(
+        TEXT,
+        "",
+        "Directory of the socket for that, made with mode 0700. Engines in other containers need it mounted at the "
+        "same path.",
+        default_text="`/run/kvstore`, else `/run/user/<uid>/kvstore`, else `/tmp/kvstore-<uid>`",
+    )
+    shm_uids: str = setting(
+        UIDS,
+        "",
+        "Ids of other users, comma separated, whose processes on this host may do so too: they can read and change "
+        "all of the arena.",
+        default_text="nobody else",
     )
 
 

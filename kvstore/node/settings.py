@@ -96,6 +96,12 @@ def _size(raw: object) -> int:
     return int(Fraction(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
+def _uids(raw: object) -> str:
+    if any(not word.strip().isdecimal() for word in _text(raw).split(",") if raw):
+        raise ValueError
+    return _text(raw)
+
+
 def _switch(raw: object) -> bool:
     if isinstance(raw, bool):
         return raw
@@ -143,6 +149,7 @@ def without_password(url: str) -> str:
 
 TEXT = Kind("a text", _text)
 SIZE = Kind('a size in bytes, such as 8589934592 or "8GiB"', _size)
+UIDS = Kind('user ids such as "1000,1001"', _uids)
 SWITCH = Kind("true or false", _switch)
 SECONDS = Kind("a number of seconds above 0", _seconds)
 ADDRESS = Kind('an address such as "127.0.0.1:7400" (port 0: any free port)', _address)

@@ -168,7 +168,9 @@ class ArenaSocket:
 
     def _refusal(self, ask: Ask, uid: int) -> str:
         if uid not in self._uids:
-            return f"it runs as user {os.getuid()} and this process as user {uid}, whom transfer.shm_uids does not name"
+            return (
+                f"it runs as user {os.getuid()}, this process as {uid}, whom transfer.shm_uids does not name"
+            )
         if self._token and not hmac.compare_digest(self._token, ask.token):
             return "it asks for a token, and this is another one"
         if ask.version != VERSION:
@@ -274,6 +276,6 @@ def _listen(path: Path, mode: int) -> socket.socket:
         listener.close()
         early.unlink(missing_ok=True)
         raise BadConfiguration(
-            f"the socket {path} of the arena cannot be made ({error}): set transfer.shm_dir to a shorter or another path"
+            f"the socket {path} of the arena cannot be made ({error}): set transfer.shm_dir to another, shorter path"
         ) from error
     return listener

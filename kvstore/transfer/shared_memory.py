@@ -82,6 +82,8 @@ class SharedMemoryTransfer:
     Args:
         token: the fleet's shared secret, where nodes ask for one.
         lives_s: a transfer that has not ended so long after it was submitted goes no further.
+
+    `copied_bytes` counts what has moved, both ways.
     """
 
     protocol = "shm"
@@ -98,6 +100,7 @@ class SharedMemoryTransfer:
         self._peers: dict[tuple[str, bool], _Peer] = {}
         self._failed: dict[str, float] = {}  # segment -> when it could not be had
         self._mapped = 0
+        self.copied_bytes = 0
         self._closed = False
         for number in range(THREADS):
             threading.Thread(target=self._run, name=f"shm-copy-{number}", daemon=True).start()
@@ -306,7 +309,7 @@ class SharedMemoryTransfer:
             if addresses is None:
                 return
             ctypes.memmove(*addresses, piece.size_bytes)
-            self._end(moving)
+            self._end(moving, piece.size_bytes)
         with self._changed:
             if moving.status is Status.PENDING:
                 moving.end(Status.DONE)
@@ -328,8 +331,9 @@ class SharedMemoryTransfer:
             peer.busy += 1
             return (remote, piece.local_address) if peer.writing else (piece.local_address, remote)
 
-    def _end(self, moving: _Moving) -> None:
+    def _end(self, moving: _Moving, size_bytes: int) -> None:
         with self._changed:
+            self.copied_bytes += size_bytes
             moving.busy = False
             moving.peer.busy -= 1
             if moving.cancelled:

@@ -25,6 +25,7 @@ def test_engines_are_told_the_advertised_address() -> None:
         control="0.0.0.0:7400",
         admin="127.0.0.1:7401",
         mooncake="10.0.0.7:15001",
+        shm="/run/kvstore/b0.sock",
         embedded_redis="",
         devices=[],
         warnings=["mind this"],
