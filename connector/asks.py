@@ -7,9 +7,10 @@
 
 The answer is idempotent: the same promise, or the same "nothing", until blocks are allocated. A promise that
 runs out in a long queue, or no longer fits behind a local hit that has changed, is replaced.
-Keys asked for begin with the chunk in which the local hit ends.
+Keys asked for begin with the link in which the local hit ends.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -95,7 +96,7 @@ class Asks:
             if ask.acquires == ACQUIRES_MAX:
                 self.refuse(state, MissReason.LEASE_LIMIT)
                 return
-            ask.first = computed // self._config.chunk_tokens
+            ask.first = bisect_right(wanted, computed, key=lambda link: link.stop)
             self._acquire(state, wanted[ask.first :])
         assert ask.acquire is not None
         if ask.acquire.done():
@@ -209,4 +210,4 @@ class Asks:
         assert state.ask.lease is not None
         if self._leases.remaining_s(state.ask.lease) < LEASE_MIN_S:
             return False
-        return state.ask.first * self._config.chunk_tokens <= computed < self._promised_stop(state)
+        return self._promised(state)[0].start <= computed < self._promised_stop(state)

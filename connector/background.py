@@ -127,10 +127,10 @@ class Background:
         """See `Control.renew`."""
         return self._loop.submit(self._client.renew(promise.handle, duration_s))
 
-    def release(self, promise: Promise) -> None:
+    def release(self, promise: Promise, *, cold: bool = False) -> None:
         """See `Control.release`."""
         if promise.objects:
-            self._tell(self._client.release(promise.handle))
+            self._tell(self._client.release(promise.handle, cold=cold))
 
     def suspect(self, promise: Promise, key: Key) -> None:
         """See `Control.suspect`."""

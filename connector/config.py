@@ -29,6 +29,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = ""
     token_file: Annotated[str, Meta(description="file with the secret that the nodes ask for")] = ""
     save: Annotated[bool, Meta(description="push what this engine computes")] = True
+    write_back: Annotated[
+        bool, Meta(description="push what this engine generates, too, so that the next turn finds it")
+    ] = False
     load: Annotated[bool, Meta(description="pull what the store holds")] = True
     chunk_tokens: Annotated[
         int,

@@ -116,8 +116,8 @@ class Control(Protocol):
     def renew(self, promise: Promise, duration_s: float) -> "Future[float]":
         """Prolongs a lease; the seconds that it has left now, 0 when it is gone."""
 
-    def release(self, promise: Promise) -> None:
-        """Ends a lease."""
+    def release(self, promise: Promise, *, cold: bool = False) -> None:
+        """Ends a lease. `cold`: its objects are the first to be evicted, unless others use them."""
 
     def suspect(self, promise: Promise, key: Key) -> None:
         """The bytes of this key did not match their table."""

@@ -21,7 +21,7 @@ from connector.compat import logger, tensor_data
 from connector.identity import WeightsUnknown, adapter_digest
 from kvstore.core import Extra, Key, Namespace, chunk_key
 
-__all__ = ["AdapterDigests", "Link", "links_of"]
+__all__ = ["AdapterDigests", "Chain", "Link", "links_of"]
 
 log = logger(__name__)
 
@@ -38,35 +38,72 @@ class Link:
     tail: bool
 
 
-def links_of(
-    request: Any, namespace: Namespace, chunk_tokens: int, block_tokens: int, adapter: str = ""
-) -> tuple[Link, ...]:
-    """The links of a request's prompt, in order. About 10 us per chunk of 256 tokens.
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """How one request's tokens are cut and named.
 
     Args:
-        request: vLLM's request; only its prompt is looked at.
+        request: vLLM's request.
         namespace: first parent of the chain.
         chunk_tokens: tokens of a chunk, a multiple of `block_tokens`.
         block_tokens: the engine's block size.
         adapter: digest of the LoRA adapter's files, empty without one.
     """
-    tokens = request.all_token_ids[: request.num_prompt_tokens]
-    links: list[Link] = []
-    parent = Key(bytes(namespace))
-    for depth, (start, stop) in enumerate(_cuts(len(tokens), chunk_tokens, block_tokens)):
-        key = chunk_key(parent, tokens[start:stop], _extras(request, start, stop, adapter))
-        links.append(Link(key, parent, depth, start, stop, tail=stop - start < chunk_tokens))
-        parent = key
-    return tuple(links)
+
+    request: Any
+    namespace: Namespace
+    chunk_tokens: int
+    block_tokens: int
+    adapter: str = ""
+
+    def link(self, before: Link | None, start: int, stop: int) -> Link:
+        """The tokens [start, stop), behind the link that ends at `start` (None: at the beginning)."""
+        parent = Key(bytes(self.namespace)) if before is None else before.key
+        depth = 0 if before is None else before.depth + 1
+        extras = _extras(self.request, start, stop, self.adapter)
+        key = chunk_key(parent, self.request.all_token_ids[start:stop], extras)
+        return Link(key, parent, depth, start, stop, tail=stop - start < self.chunk_tokens)
+
+    def prompt(self) -> tuple[Link, ...]:
+        """The links of the request's prompt, in order. About 10 us per chunk of 256 tokens."""
+        num_tokens = self.request.num_prompt_tokens
+        links = list(self._chunks(num_tokens))
+        start = len(links) * self.chunk_tokens
+        stop = num_tokens - num_tokens % self.block_tokens
+        if stop > start:
+            links.append(self.link(links[-1] if links else None, start, stop))
+        return tuple(links)
+
+    def resumed_prompt(self, generated: int) -> tuple[Link, ...]:
+        """The same for a prompt whose last `generated` tokens are the answer of an engine that has died.
+
+        Its tail is in pieces of one engine block, as that engine has saved them; so is the last whole chunk if it
+        holds generated tokens, because that chunk may not have come into the store any more.
+        """
+        num_tokens = self.request.num_prompt_tokens
+        chunks = list(self._chunks(num_tokens))
+        in_pieces = bool(chunks) and chunks[-1].stop > num_tokens - generated
+        links = chunks[:-1] if in_pieces else list(chunks)
+        for start in range(len(links) * self.chunk_tokens, num_tokens, self.block_tokens):
+            if start + self.block_tokens <= num_tokens:
+                whole, at = divmod(start, self.chunk_tokens)
+                before = links[-1] if at else chunks[whole - 1] if whole else None
+                links.append(self.link(before, start, start + self.block_tokens))
+        return tuple(links)
+
+    def _chunks(self, num_tokens: int) -> Iterator[Link]:
+        """The whole chunks among the first `num_tokens`."""
+        before: Link | None = None
+        for stop in range(self.chunk_tokens, num_tokens + 1, self.chunk_tokens):
+            before = self.link(before, stop - self.chunk_tokens, stop)
+            yield before
 
 
-def _cuts(num_tokens: int, chunk_tokens: int, block_tokens: int) -> Iterator[tuple[int, int]]:
-    chunks_end = num_tokens - num_tokens % chunk_tokens
-    for start in range(0, chunks_end, chunk_tokens):
-        yield start, start + chunk_tokens
-    tail_end = num_tokens - num_tokens % block_tokens
-    if tail_end > chunks_end:
-        yield chunks_end, tail_end
+def links_of(
+    request: Any, namespace: Namespace, chunk_tokens: int, block_tokens: int, adapter: str = ""
+) -> tuple[Link, ...]:
+    """The links of a request's prompt; see `Chain`."""
+    return Chain(request, namespace, chunk_tokens, block_tokens, adapter).prompt()
 
 
 def _extras(request: Any, start: int, stop: int, adapter: str) -> list[Extra]:

@@ -37,11 +37,11 @@ class Leases:
         self.held.add(lease)
         return lease
 
-    def release(self, lease: Lease) -> None:
-        """Gives a lease back, once; more often does nothing."""
+    def release(self, lease: Lease, *, cold: bool = False) -> None:
+        """Gives a lease back, once; more often does nothing. `cold`: as in `Control.release`."""
         if lease in self.held:
             self.held.remove(lease)
-            self._control.release(lease.promise)
+            self._control.release(lease.promise, cold=cold)
 
     def remaining_s(self, lease: Lease) -> float:
         """Seconds in which the promise still holds without another renewal."""

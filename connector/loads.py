@@ -153,7 +153,7 @@ class Loads:
         if load.lease is not None:
             for position in {r.suspect for r in load.reports if r.suspect is not None}:
                 self._control.suspect(load.lease.promise, load.objects[position].key)
-            self._leases.release(load.lease)
+            self._leases.release(load.lease, cold=load.state.hints.release_cold and not failed)
         self._learn(load, worst)
         pulled = min(load.links[valid - 1].stop, load.stop) - load.start if load.links and valid else 0
         reasons = [report.reason for report in load.reports if report.reason is not None]

@@ -23,6 +23,7 @@ class Item:
     link: Link
     blocks: tuple[int, ...]
     size_bytes: int
+    cold: bool
     over: bool = False
 
 
@@ -54,22 +55,39 @@ class Offers:
 
     def _completed(self, state: RequestState, num_tokens: int, output: Any, items_max: int) -> Iterator[Item]:
         """The links that `num_tokens` more tokens complete."""
-        assert state.links is not None
-        stop = min(state.request.num_computed_tokens + num_tokens, state.prompt_tokens)
-        table: Sequence[int] | None = None
-        while items_max > 0 and state.offered < len(state.links) and state.links[state.offered].stop <= stop:
-            link = state.links[state.offered]
+        stop = state.grow(state.request.num_computed_tokens + num_tokens)
+        link = state.next_link
+        if link is not None and link.stop <= stop:
+            (table,) = output.kv_connector_block_state.get_block_ids(state.request_id)
+            yield from self._up_to(state, stop, table, items_max)
+
+    def _up_to(self, state: RequestState, stop: int, table: Sequence[int], items_max: int) -> Iterator[Item]:
+        """The links that end within the first `stop` tokens, as far as references can be taken."""
+        while items_max > 0 and (link := state.next_link) is not None and link.stop <= stop:
             if link.key not in self.placed and self._known.node_of(link.key) is None:
-                if table is None:
-                    (table,) = output.kv_connector_block_state.get_block_ids(state.request_id)
-                item = self._item(link, table)
+                item = self._item(link, table, cold=link.tail or state.hints.save_cold)
                 if item is None:
                     return
                 items_max -= 1
                 yield item
             state.offered += 1
 
-    def _item(self, link: Link, table: Sequence[int]) -> Item | None:
+    def ended_by(self, state: RequestState, table: Sequence[int]) -> Iterator[Item]:
+        """What the end of a request completes. Its blocks go: what is not offered now never will be.
+
+        Args:
+            state: the request.
+            table: its blocks.
+        """
+        stop = state.grow(min(state.request.num_computed_tokens, len(table) * self._shared.block_tokens))
+        if state.growth is not None and (end := state.growth.end(stop)) is not None:
+            state.grown.append(end)
+        yield from self._up_to(state, stop, table, limits.BATCH_KEYS_MAX)
+        left = len(state.links or ()) + len(state.grown) - state.offered
+        if left > 0:
+            self._stats.drop("saves under way hold as many KV blocks as pinned_share allows", left)
+
+    def _item(self, link: Link, table: Sequence[int], *, cold: bool) -> Item | None:
         """The link with references on its blocks; None beyond their bound."""
         assert self.geometry is not None
         size = self._shared.block_tokens
@@ -77,7 +95,7 @@ class Offers:
         if not self.pins.take(blocks):
             return None
         self.placed[link.key] = ""
-        return Item(link, blocks, self.geometry.object_bytes(link.stop - link.start))
+        return Item(link, blocks, self.geometry.object_bytes(link.stop - link.start), cold)
 
     def let_go(self, item: Item, *, stored_at: str | None = None) -> None:
         """Ends an item: gives its references back, once."""
@@ -99,14 +117,9 @@ class Offers:
 
     def roll_back(self, state: RequestState) -> set[Key]:
         """The keys of this request that were offered and rest on tokens that are not computed any more."""
-        offered = (state.links or ())[: state.offered]
+        offered = [*(state.links or ()), *state.grown][: state.offered]
         computed = state.request.num_computed_tokens
-        keys = {link.key for link in offered if link.stop > computed}
-        state.offered -= len(keys)
-        return keys
-
-    def finished(self, state: RequestState) -> None:
-        """The request's blocks go: what was not offered by now never will be."""
-        if state.links is not None and state.epoch == self._shared.epoch and state.offered < len(state.links):
-            left = len(state.links) - state.offered
-            self._stats.drop("saves under way hold as many KV blocks as pinned_share allows", left)
+        invalid = [(at, link.key) for at, link in enumerate(offered) if link.stop > computed]
+        if invalid:
+            state.offered = invalid[0][0]
+        return {key for _, key in invalid}

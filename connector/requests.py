@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from connector.control import Found, Promise
+from connector.growth import Growth
+from connector.hints import Hints
 from connector.keys import Link
 from connector.leases import Lease
 from kvstore.core import MissReason
@@ -54,7 +56,10 @@ class RequestState:
         foreign: why its hand-off could not be used, if that explains misses.
         load: the job that loads for it, if one is under way.
         no_load: never load again for this request, and why.
-        offered: the links before this one were offered to the store, or need not be.
+        hints: what it says of its KV.
+        growth: the links behind its prompt; None where only prompts are saved.
+        grown: those of them that have become whole, in order.
+        offered: the links before this one (of `links`, then of `grown`) were offered to the store, or need not be.
         adapter: digest of its LoRA adapter, on its way.
     """
 
@@ -67,12 +72,33 @@ class RequestState:
     ask: Ask = field(default_factory=Ask)
     load: int | None = None
     no_load: MissReason | None = None
+    hints: Hints = Hints()  # noqa: RUF009 - immutable
+    growth: Growth | None = None
+    grown: list[Link] = field(default_factory=list)
     offered: int = 0
 
     def void(self, epoch: int) -> None:
         """Its KV is of different weights in part, from now on: it is never saved, and nothing is loaded for it."""
         self.ask, self.handoff, self.offered = Ask(), None, 0
         self.links, self.epoch, self.no_load = (), epoch, MissReason.MANIFEST_DIFFERS
+        self.growth, self.grown = None, []
+
+    @property
+    def next_link(self) -> Link | None:
+        """The first that was not offered yet, if there is one by now."""
+        links = self.links or ()
+        if self.offered < len(links):
+            return links[self.offered]
+        behind = self.offered - len(links)
+        return self.grown[behind] if behind < len(self.grown) else None
+
+    def grow(self, num_tokens: int) -> int:
+        """Takes note of the links that are whole now that `num_tokens` are computed; how many of these are final."""
+        if self.growth is None:
+            return min(num_tokens, self.prompt_tokens)
+        final = min(num_tokens, self.growth.final_tokens)
+        self.grown += self.growth.grow(final)
+        return final
 
     @property
     def request_id(self) -> str:

@@ -98,10 +98,27 @@ class Saves:
             if items:
                 self._offer(items)
 
+    def finish(self, state: RequestState, table: Sequence[int]) -> Sequence[Link]:
+        """Offers what the end of a request completes; its chain, as others may want it.
+
+        Args:
+            state: the request.
+            table: its blocks, which are about to go.
+        """
+        items: list[Item] = []
+        try:
+            for item in self.offers.ended_by(state, table):
+                items.append(item)  # noqa: PERF402 - those before an exception, too
+        finally:
+            if items:
+                self._offer(items)
+        links = [*(state.links or ()), *state.grown]
+        whole = [link for link in links if not link.tail]
+        tail = links[-1:] if links and links[-1].tail else []
+        return (*whole, *(x for x in tail if x.start == (whole[-1].stop if whole else 0)))
+
     def _offer(self, items: list[Item]) -> None:
-        asks = [
-            ReserveAsk(i.link.key, i.link.parent, i.link.depth, i.size_bytes, cold=i.link.tail) for i in items
-        ]
+        asks = [ReserveAsk(i.link.key, i.link.parent, i.link.depth, i.size_bytes, i.cold) for i in items]
         self._stats.offered_objects += len(items)
         ends_s = self._clock() + self._config.save_timeout_s
         answers = self._control.reserve(asks, self._config.save_timeout_s)

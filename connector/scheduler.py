@@ -9,16 +9,18 @@ hook waits. What it plans travels to the worker half as `Jobs`, what became of i
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from connector.asks import NOTHING, Answer, Asks
 from connector.compat import block_size_of, logger, unsupported_engine, was_aborted
 from connector.config import Config
 from connector.control import Control, ReportLine
+from connector.growth import Growth
 from connector.guard import Breaker, harmless
 from connector.handoff import Ignored, describe_format, read_note, write_note
-from connector.keys import AdapterDigests, links_of
+from connector.hints import Hints, read_hints
+from connector.keys import AdapterDigests, Chain
 from connector.loads import Loads
 from connector.metadata import Jobs, LoadReport, Reports, SaveJob, SaveReport
 from connector.requests import Ask, RequestState
@@ -77,7 +79,7 @@ class SchedulerHalf:
         """Learns of a request, and asks early what is stored for it."""
         if request.resumable:  # its prompt grows while it runs: not a prompt that others could have
             return
-        state = self.states[request.request_id] = RequestState(request)
+        state = self.states[request.request_id] = RequestState(request, hints=self._hints_of(request))
         if self.session.unsupported is not None or self.breaker.open or self._old_blocks:
             return
         if request.lora_request is not None:
@@ -86,7 +88,15 @@ class SchedulerHalf:
         if self._prepare(state) and self._may_ask(request) and self._why_not_load(state) is None:
             self.asks.look_up(state)
 
-    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+    def _hints_of(self, request: Any) -> Hints:
+        hints, bad = read_hints(request.kv_transfer_params)
+        for line in bad:
+            self.shared.stats.say_once(
+                f"hint {line.split()[0]}", f"request {request.request_id}: {line}; ignored"
+            )
+        return hints
+
+    def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forgets a request. Its blocks may go: saves hold references of their own."""
         state = self.states.pop(request.request_id, None)
         if state is None:
@@ -94,12 +104,12 @@ class SchedulerHalf:
         self.asks.close(state.ask)
         namespace = self.session.namespace
         current = namespace is not None and state.epoch == self.shared.epoch
-        if not self.shared.config.save or not current or not state.links or was_aborted(request):
+        if not self._may_save or not current or was_aborted(request):
             return False, None
-        self.saves.offers.finished(state)
-        num_links, nodes = self.saves.covered(state.links)
+        links = self.saves.finish(state, block_ids)
+        num_links, nodes = self.saves.covered(links)
         assert self.session.manifest is not None
-        return False, write_note(self.session.manifest, state.links[:num_links], nodes)
+        return False, write_note(self.session.manifest, links[:num_links], nodes)
 
     def _prepare(self, state: RequestState) -> bool:
         """Whether the request's keys are known, in the present namespace."""
@@ -112,6 +122,7 @@ class SchedulerHalf:
         self.asks.close(state.ask)
         state.handoff = state.foreign = None
         state.ask, state.offered = Ask(), 0  # also a new deadline for what comes now
+        state.growth, state.grown = None, []
         state.epoch = self.shared.epoch
         if state.adapter is not None and (state.adapter.exception() or state.adapter.result() is None):
             state.links = ()
@@ -119,10 +130,13 @@ class SchedulerHalf:
             return True
         adapter = (state.adapter and state.adapter.result()) or ""
         config = self.shared.config
-        state.links = links_of(
-            state.request, namespace, config.chunk_tokens, self.shared.block_tokens, adapter
-        )
-        self._take_note(state, namespace)
+        chain = Chain(state.request, namespace, config.chunk_tokens, self.shared.block_tokens, adapter)
+        live = state.hints.live
+        state.links = chain.resumed_prompt(live) if live else chain.prompt()
+        if config.write_back and state.request.prompt_embeds is None:
+            state.growth = Growth(chain, state.links, live=live is not None)
+        if not live:
+            self._take_note(state, namespace)
         return True
 
     def _take_note(self, state: RequestState, namespace: Namespace) -> None:
@@ -210,10 +224,13 @@ class SchedulerHalf:
     def _ready_saves(self) -> list[SaveJob]:
         return self.saves.take_ready()
 
+    @property
+    def _may_save(self) -> bool:
+        return self.shared.config.save and not self.breaker.open and not self._old_blocks
+
     @harmless(lambda: None)
     def _plan_saves(self, scheduler_output: Any) -> None:
-        idle = not self.shared.config.save or self.breaker.open or self._old_blocks
-        if idle or self.session.manifest is None:
+        if not self._may_save or self.session.manifest is None:
             return
         self.saves.offers.geometry = self.session.manifest.geometry
         for request_id in scheduler_output.num_scheduled_tokens:

@@ -60,6 +60,10 @@ NOT_CONTINUED: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (None, True),
     "vllm_xargs": (None, {}),
 }
+# Of the connector (docs/CONNECTOR.md): the answer may have to go on elsewhere, and so many tokens of it are prompt.
+LIVE = "live"
+# A hint for whoever pulls the prompt last, which prefill does not.
+CONSUME_ONCE = "consume_once"
 COMPLETION_TOKENS_DEFAULT = 16  # of OpenAI's API, and vLLM's
 
 
@@ -100,6 +104,8 @@ class Ask:
         """Computes the prompt and one token."""
         body = {name: value for name, value in self.body.items() if name not in NOT_FOR_PREFILL}
         body["max_tokens"] = 1
+        if own := _parameters(body):
+            body["kv_transfer_params"] = {name: value for name, value in own.items() if name != CONSUME_ONCE}
         if self.endpoint is Endpoint.CHAT:
             body["max_completion_tokens"] = 1
         return body | {"stream": False}
@@ -107,22 +113,26 @@ class Ask:
     def decode_body(self, hand_off: Body | None) -> Body:
         """The client's request with the hand-off in it."""
         body = dict(self.body)
-        if hand_off is not None and _can_carry(self.endpoint, body):
-            body["kv_transfer_params"] = _parameters(body) | hand_off
+        more: Body = {}
         if not self.obstacle:
             body["return_token_ids"] = True
-        return body
+            more[LIVE] = 0
+        if hand_off is not None and _can_carry(self.endpoint, body):
+            more |= hand_off
+        return body | {"kv_transfer_params": _parameters(body) | more} if more else body
 
     def continuation_body(self, prompt_ids: list[int], generated: list[int]) -> Body:
         """What another engine is asked for when `generated` is the beginning of its answer."""
         body = self.body | {"return_token_ids": True}
         body.pop("truncate_prompt_tokens", None)  # these ids are what was left
+        more: Body = {LIVE: len(generated)}
         if self.endpoint is Endpoint.COMPLETIONS:
             body["prompt"] = prompt_ids + generated
             if body.get("max_tokens") is None:
                 body["max_tokens"] = COMPLETION_TOKENS_DEFAULT
         else:  # vLLM takes these ids for the prompt instead of rendering the messages
-            body["kv_transfer_params"] = _parameters(body) | {"prompt_token_ids": prompt_ids + generated}
+            more["prompt_token_ids"] = prompt_ids + generated
+        body["kv_transfer_params"] = _parameters(body) | more
         for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
             if body.get(name) is not None:
                 body[name] = max(0, body[name] - len(generated))

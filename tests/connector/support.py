@@ -202,8 +202,8 @@ class FakeControl:
     def renew(self, promise: Promise, duration_s: float) -> "Future[float]":
         return self._later("renew", lambda: self.lease_s if promise.handle in self.node.leases else 0.0)
 
-    def release(self, promise: Promise) -> None:
-        self.node.calls.append("release")
+    def release(self, promise: Promise, *, cold: bool = False) -> None:
+        self.node.calls.append("release cold" if cold else "release")
         self.node.leases.pop(promise.handle, None)
 
     def suspect(self, promise: Promise, key: Key) -> None:

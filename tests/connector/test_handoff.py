@@ -68,7 +68,7 @@ def test_an_aborted_request_hands_nothing_off(node) -> None:
     engine.step()
     request = engine.scheduler.requests["p"]
     engine.abort("p")
-    assert engine.half.request_finished(request) == (False, None)
+    assert engine.half.request_finished(request, ()) == (False, None)
     engine.run()
     engine.assert_nothing_left()
 

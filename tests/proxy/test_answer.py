@@ -175,6 +175,7 @@ def test_a_chat_goes_on_by_its_ids() -> None:
     parameters = reader.asked[-1]["kv_transfer_params"]
     assert parameters == {
         "one_shot": True,
+        "live": 4,
         "prompt_token_ids": prompt_ids(endpoint, body) + list(SCRIPT.encode()[:4]),
     }
     assert reader.asked[-1]["messages"] == body["messages"]
@@ -342,9 +343,22 @@ def test_prefill_gets_the_prompt_and_nothing_about_the_answer() -> None:
 
 def test_the_hand_off_is_added_to_what_the_client_says() -> None:
     ask = Ask(Endpoint.COMPLETIONS, COMPLETION | {"kv_transfer_params": {"ttl_s": 5, "kvstore": "old"}})
-    assert ask.decode_body({"kvstore": "new"})["kv_transfer_params"] == {"ttl_s": 5, "kvstore": "new"}
+    assert ask.decode_body({"kvstore": "new"})["kv_transfer_params"] == {
+        "ttl_s": 5,
+        "live": 0,
+        "kvstore": "new",
+    }
     several = Ask(Endpoint.COMPLETIONS, COMPLETION | {"prompt": ["a", "b"]})
     assert "kv_transfer_params" not in several.decode_body({"kvstore": "of the first only"})
+
+
+def test_hints_go_to_both_but_only_decode_consumes() -> None:
+    hints = {"one_shot": True, "consume_once": True}
+    ask = Ask(Endpoint.CHAT, CHAT | {"kv_transfer_params": hints})
+    assert ask.prefill_body()["kv_transfer_params"] == {"one_shot": True}
+    assert ask.decode_body(None)["kv_transfer_params"] == hints | {"live": 0}
+    going_on = ask.continuation_body([1, 2], [3, 4, 5])["kv_transfer_params"]
+    assert going_on == hints | {"live": 3, "prompt_token_ids": [1, 2, 3, 4, 5]}
 
 
 def test_the_model_of_these_tests_spoils_a_character_that_it_starts_inside_of() -> None:

@@ -49,7 +49,7 @@ async def test_prefill_computes_and_decode_gets_the_hand_off(endpoint) -> None:
     assert (first.endpoint, first.body) == (endpoint, Ask(endpoint, body).prefill_body())
     assert first.body["max_tokens"] == 1
     assert second.body == body | {
-        "kv_transfer_params": {"ttl_s": 5} | HAND_OFF,
+        "kv_transfer_params": {"ttl_s": 5, "live": 0} | HAND_OFF,
         "return_token_ids": True,
     }
     assert first.headers["X-Request-Id"] == second.headers["X-Request-Id"] == "req-7"
@@ -88,7 +88,7 @@ async def test_decode_alone_when_prefill_fails(faults, reason) -> None:
         assert (status, text_of(read(answer))) == (200, SCRIPT.encode()[:40].decode())
         assert await front.metric("fallbacks_total", reason=reason) == 1
     assert [len(prefill.asked) for prefill in prefills] == [1, len(faults) - 1]
-    assert "kv_transfer_params" not in decode.asked[0].body
+    assert decode.asked[0].body["kv_transfer_params"] == {"live": 0}
 
 
 async def test_another_prefill_when_one_dies() -> None:
@@ -326,7 +326,7 @@ async def test_the_continuation_goes_without_the_hand_off_of_the_shorter_prompt(
         assert await front.metric("hand_overs_total", outcome="continued") == 1
     (asked,) = second.asked
     assert asked.body["prompt"] == prompt_ids(Endpoint.COMPLETIONS, COMPLETION) + list(SCRIPT.encode()[:6])
-    assert "kv_transfer_params" not in asked.body
+    assert asked.body["kv_transfer_params"] == {"live": 6}
 
 
 async def test_several_deaths_in_one_answer() -> None:
