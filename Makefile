@@ -17,7 +17,8 @@ check: setup ## Format, lint, types, arrows between rooms
 	.venv/bin/lint-imports --no-logo pyproject.toml
 
 test: setup check ## Everything that CI runs: check, then all tests, those with real vLLM last
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 -m "not process and not e2e and not slow"
+	$(PY) -m pytest -m "(process or e2e) and not slow"
 
 soak: setup ## The fault tests in long rounds, an hour, the last ones as root; CI runs a few rounds of each
 	SOAK=1 $(PY) -m pytest tests/faults -s
