@@ -276,7 +276,7 @@ def test_workers_feed_each_other_through_a_real_node_and_mooncake() -> None:
         (MLA, Split(2, 1), Format(), [Split(1, 2)]),
     ]
     with running_node() as node:
-        mover = open_mover(node.control, staging_bytes=4 << 20)
+        mover = open_mover(node.control, transfer="mooncake", staging_bytes=4 << 20)
         control = Background(ClientConfig(node=node.control))
         try:
             for model, write, form, readers in plays:

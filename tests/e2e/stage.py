@@ -137,9 +137,9 @@ def set_up(
     prompt = prompt_text(repository, "tides")
     with contextlib.ExitStack() as exits:
         forwarder = exits.enter_context(Forwarder(node))
-        config = transfer_config(
-            forwarder.address, load_timeout_s=LOAD_TIMEOUT_S, lookup_timeout_s=LOOKUP_TIMEOUT_S, **settings
-        )
+        times = {"load_timeout_s": LOAD_TIMEOUT_S, "lookup_timeout_s": LOOKUP_TIMEOUT_S}
+        # By shared memory a load would not notice that its node is stopped or that a network is cut.
+        config = transfer_config(forwarder.address, transfer="mooncake", **times, **settings)
         flags = ["--no-enable-prefix-caching"]  # whatever it is asked, the store is asked
         engine = Engine("engine", model, free_port(), logs, store=config, flags=flags)
         exits.callback(engine.stop)
