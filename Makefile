@@ -27,7 +27,7 @@ soak: setup ## The fault tests in long rounds, an hour, the last ones as root; C
 test-matrix: setup ## Real vLLM engines of different TP and PP feed each other; half an hour
 	$(PY) -m tests.matrix.run
 
-demo: setup ## Real vLLM prefill pushes and is killed; a fresh decode engine pulls and goes on
+demo: setup ## Real vLLM prefill pushes and is killed; fresh engines behind `kvstore proxy` pull and go on
 	@$(PY) deploy/demo/run.py
 
 bench: setup ## Measurements with their aims, about a minute each

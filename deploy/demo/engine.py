@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import httpx
 
@@ -20,6 +20,18 @@ START_S_MAX = 240.0
 ANSWER_S_MAX = 240.0
 RESET_S_MAX = 30.0
 MODEL_NAME = "smollm2"
+
+Prompt = str | list[int]
+"""A text, or token ids."""
+
+
+class Streamed(NamedTuple):
+    """What came back for one prompt."""
+
+    text: str
+    first_token_s: float
+    prompt_tokens: int
+    hand_off: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,12 @@ class Engine:
         raise DemoFailed(f"{self.name} was not ready after {START_S_MAX:.0f} s", self.log_path)
 
     def ask(
-        self, prompt: str, max_tokens: int, *, hand_off: dict[str, Any] | None = None, salt: str | None = None
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        *,
+        hand_off: dict[str, Any] | None = None,
+        salt: str | None = None,
     ) -> Answer:
         """One greedy completion, streamed to see when the first token came."""
         body: dict[str, Any] = {
@@ -121,22 +138,25 @@ class Engine:
             body["kv_transfer_params"] = hand_off
         if salt is not None:
             body["cache_salt"] = salt
+        return self.counted(lambda: streamed(self._http, body, self._expect_ok))
+
+    def counted(self, ask: Callable[[], Streamed]) -> Answer:
+        """What `ask` gets, with this engine's own counts of where the prompt's tokens came from meanwhile."""
         before = self.tokens_by_source()
-        answer = self._streamed(body)
+        answer = ask()
         after = self.tokens_by_source()
-        text, first_token_s, prompt_tokens, parameters = answer
         return Answer(
-            text,
-            first_token_s,
-            prompt_tokens,
+            answer.text,
+            answer.first_token_s,
+            answer.prompt_tokens,
             computed=after["local_compute"] - before["local_compute"],
             pulled=after["external_kv_transfer"] - before["external_kv_transfer"],
             local=after["local_cache_hit"] - before["local_cache_hit"],
-            hand_off=parameters,
+            hand_off=answer.hand_off,
         )
 
     def complete(
-        self, prompt: str, max_tokens: int, *, salt: str | None = None, patience_s: float = ANSWER_S_MAX
+        self, prompt: Prompt, max_tokens: int, *, salt: str | None = None, patience_s: float = ANSWER_S_MAX
     ) -> str | None:
         """One greedy completion, from any thread; None when it took longer than `patience_s`: vLLM then aborts it."""
         body: dict[str, Any] = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens}
@@ -148,7 +168,7 @@ class Engine:
         self._expect_ok(reply)
         return str(reply.json()["choices"][0]["text"])
 
-    def prefill(self, prompt: str) -> dict[str, Any]:
+    def prefill(self, prompt: Prompt) -> dict[str, Any]:
         """Computes a prompt and one token; the hand-off for a decode engine."""
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         reply = self._http.post("/v1/completions", json=body)
@@ -158,21 +178,6 @@ class Engine:
             raise DemoFailed(f"{self.name} returned no kv_transfer_params to hand off", self.log_path)
         assert isinstance(hand_off, dict)
         return hand_off
-
-    def start_prefill(self, prompt: str, salt: str) -> "subprocess.Popen[bytes]":
-        """Sends a prompt from another process and does not wait for the answer, which may never come."""
-        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "cache_salt": salt}
-        program = "import json, sys, httpx; httpx.post(sys.argv[1], json=json.load(sys.stdin), timeout=600)"
-        sender = subprocess.Popen(
-            [sys.executable, "-c", program, f"{self.url}/v1/completions"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        assert sender.stdin is not None
-        sender.stdin.write(json.dumps(body).encode())
-        sender.stdin.close()
-        return sender
 
     def tokens_by_source(self) -> dict[str, int]:
         """vLLM's own count of prompt tokens: local_compute, local_cache_hit, external_kv_transfer."""
@@ -202,6 +207,11 @@ class Engine:
             time.sleep(0.1)
         raise DemoFailed(f"{self.name} could not empty its prefix cache", self.log_path)
 
+    @property
+    def running(self) -> bool:
+        """Whether its first process is there."""
+        return self._process.poll() is None
+
     def signal(self, number: signal.Signals) -> None:
         """A signal to every process of the engine."""
         with contextlib.suppress(ProcessLookupError):
@@ -222,26 +232,41 @@ class Engine:
                 self._process.wait(20)
         self.kill()  # whatever is left of the group
 
-    def _streamed(self, body: dict[str, Any]) -> tuple[str, float, int, dict[str, Any] | None]:
-        body = body | {"stream": True, "stream_options": {"include_usage": True}}
-        began = time.monotonic()
-        first_token_s, text, prompt_tokens, parameters = 0.0, "", 0, None
-        with self._http.stream("POST", "/v1/completions", json=body) as reply:
-            if reply.status_code != httpx.codes.OK:
-                reply.read()
-                self._expect_ok(reply)
-            for event in _events(reply):
-                if event["choices"]:
-                    first_token_s = first_token_s or time.monotonic() - began
-                    text += event["choices"][0]["text"]
-                if event.get("usage"):
-                    prompt_tokens = event["usage"]["prompt_tokens"]
-                parameters = event.get("kv_transfer_params") or parameters
-        return text, first_token_s, prompt_tokens, parameters
-
     def _expect_ok(self, reply: httpx.Response) -> None:
         if reply.status_code != httpx.codes.OK:
             raise DemoFailed(f"{self.name} answered {reply.status_code}: {reply.text[:300]}", self.log_path)
+
+
+def streamed(
+    http: httpx.Client, body: dict[str, Any], expect_ok: Callable[[httpx.Response], None]
+) -> Streamed:
+    """Asks for a completion and listens to the end of its stream.
+
+    Args:
+        http: a client of an engine, or of a proxy.
+        body: the request.
+        expect_ok: raises what is to be raised of a response that is not 200.
+
+    Raises:
+        DemoFailed: the stream ended with an error.
+    """
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    began = time.monotonic()
+    first_token_s, text, prompt_tokens, parameters = 0.0, "", 0, None
+    with http.stream("POST", "/v1/completions", json=body) as reply:
+        if reply.status_code != httpx.codes.OK:
+            reply.read()
+            expect_ok(reply)
+        for event in _events(reply):
+            if "error" in event:
+                raise DemoFailed(f"{http.base_url}: the answer broke off: {event['error']}")
+            if event["choices"]:
+                first_token_s = first_token_s or time.monotonic() - began
+                text += event["choices"][0]["text"]
+            if event.get("usage"):
+                prompt_tokens = event["usage"]["prompt_tokens"]
+            parameters = event.get("kv_transfer_params") or parameters
+    return Streamed(text, first_token_s, prompt_tokens, parameters)
 
 
 def _events(reply: httpx.Response) -> Iterator[dict[str, Any]]:
