@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from deploy.demo.engine import Answer, Engine
+from deploy.demo.engine import Answer, Engine, Prompt
 from deploy.demo.node import Node
 from tests.support import free_port, wait_until
 
@@ -56,7 +56,7 @@ class Asked:
         return f"promised {self.promised}, {origin}: waited {self.waited_s:.2f} s, took {self.took_s:.2f} s"
 
 
-def ask(engine: Engine, prompt: str, max_tokens: int, **more: Any) -> Asked:
+def ask(engine: Engine, prompt: Prompt, max_tokens: int, **more: Any) -> Asked:
     """One request and nothing beside it."""
     before, waited_s = external(engine), engine.metric(WAITED)
     began = time.monotonic()

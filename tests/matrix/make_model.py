@@ -19,8 +19,8 @@ TOKENIZER_FILES = (
 )
 
 
-def make_model(target: Path, tokenizer: Path) -> None:
-    """Writes the model's folder; `tokenizer` is a folder that has one."""
+def make_model(target: Path, tokenizer: Path, positions: int = 4_096) -> None:
+    """Writes the model's folder; `tokenizer` is a folder that has one, `positions` the longest sequence."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=49_152,
@@ -30,7 +30,7 @@ def make_model(target: Path, tokenizer: Path) -> None:
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
-        max_position_embeddings=4_096,
+        max_position_embeddings=positions,
         initializer_range=0.1,
         tie_word_embeddings=False,
         bos_token_id=1,
