@@ -1,30 +1,23 @@
 """What the commands about NVMe devices share: flags, whose device it is to be, and what lies on one now."""
 
 import argparse
+import os
 import shutil
-import stat
 import subprocess
 import time
 from pathlib import Path
 
 from kvstore.core import BadConfiguration
-from kvstore.node import SIZE, Config, load_config
+from kvstore.node import SIZE, Config, catalog_folder, load_config
 from kvstore.tiers import FORMAT_VERSION, DeviceRefused, FileDevice, Label, read_label
 
-CATALOGS_OF_BLOCK_DEVICES = Path("/var/lib/kvstore")
 _PROBE_S = 10.0
 
 
-def add_node(parser: argparse.ArgumentParser) -> None:
-    """Flags that name the node."""
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The flag that names the node's configuration."""
     parser.add_argument(
         "--config", metavar="FILE", default="", help="The node's TOML file (else $KVSTORE_CONFIG names it)."
-    )
-    parser.add_argument(
-        "--node-id",
-        metavar="ID",
-        default="",
-        help="The node that the device belongs to. Default: node.id, else host name and control port.",
     )
 
 
@@ -38,21 +31,23 @@ def add_catalog(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def config_of(options: argparse.Namespace) -> Config:
-    """The node's configuration, as `serve` would read it.
+def config_of(options: argparse.Namespace, **flags: str) -> Config:
+    """The node's configuration, as `serve` would read it. A flag that was not given is empty.
 
     Raises:
         BadConfiguration
     """
-    return load_config({"node.id": options.node_id} if options.node_id else {}, file=options.config).config
+    given = {name.replace("_", ".", 1): value for name, value in flags.items() if value}
+    return load_config(given, file=options.config).config
 
 
-def catalogs_of(options: argparse.Namespace, device: str) -> Path:
-    """The folder for a device's catalog."""
-    if options.catalog_folder:
-        return Path(options.catalog_folder)
-    is_block = stat.S_ISBLK(Path(device).stat().st_mode)
-    return CATALOGS_OF_BLOCK_DEVICES if is_block else Path(f"{device}.catalog")
+def catalogs_of(options: argparse.Namespace, config: Config, device: str) -> Path:
+    """The folder for a device's catalog: as the flag says, else the configuration, else the default."""
+    configured = [each for each in config.nvme if os.path.realpath(each.path) == os.path.realpath(device)]
+    folder = options.catalog_folder or (
+        configured[0].catalog_folder if configured else catalog_folder(device)
+    )
+    return Path(folder)
 
 
 def parse_size(flag: str, text: str) -> int:

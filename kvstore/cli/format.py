@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from kvstore.cli.devices import add_catalog, add_node, catalogs_of, config_of, look, parse_size
+from kvstore.cli.devices import add_catalog, add_config, catalogs_of, config_of, look, parse_size
 from kvstore.core import BadConfiguration
-from kvstore.node import in_words
+from kvstore.node import Config, in_words
 from kvstore.tiers import FileDevice, create_file, format_device, mount, read_label
 
 _YES = "yes"
@@ -32,15 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Destroy nothing: make the catalog anew from the records on the device.",
     )
-    add_node(parser)
+    parser.add_argument(
+        "--node-id",
+        metavar="ID",
+        default="",
+        help="The node that the device is to belong to. Default: node.id, else host name and control port.",
+    )
+    add_config(parser)
     add_catalog(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Formats, or rebuilds."""
+    config = config_of(options, node_id=options.node_id)
     if options.rebuild_catalog:
-        return _rebuild(options)
-    config = config_of(options)
+        return _rebuild(options, config)
     page_bytes = (
         parse_size("--page-bytes", options.page_bytes) if options.page_bytes else config.dram.page_bytes
     )
@@ -60,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     finally:
         device.close()
     if old is not None:  # nothing will ever ask for it again
-        shutil.rmtree(catalogs_of(options, options.device) / old.uuid_text, ignore_errors=True)
+        shutil.rmtree(catalogs_of(options, config, options.device) / old.uuid_text, ignore_errors=True)
     print(
         f"{options.device} is an empty device of the node {label.node!r}: {label.page_count} pages of "
         f"{label.page_bytes} B, {in_words(label.page_count * label.page_bytes)}, uuid {label.uuid_text}"
@@ -105,7 +111,7 @@ def _ask(question: str, device: str) -> None:
         raise BadConfiguration(f"{device} was left as it is")
 
 
-def _rebuild(options: argparse.Namespace) -> int:
+def _rebuild(options: argparse.Namespace, config: Config) -> int:
     if options.size or options.page_bytes:
         raise BadConfiguration("--rebuild-catalog changes neither size nor pages: leave those flags out")
     device = FileDevice.open(options.device)
@@ -114,7 +120,7 @@ def _rebuild(options: argparse.Namespace) -> int:
     except BaseException:
         device.close()
         raise
-    mounted = mount(device, node, catalogs_of(options, options.device), anew=True)
+    mounted = mount(device, node, catalogs_of(options, config, options.device), anew=True)
     mounted.volume.close()
     for note in mounted.notes:
         print(note)

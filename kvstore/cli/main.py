@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvstore.cli import config, proxy, scrub, serve, version
+from kvstore.cli import check, config, proxy, scrub, serve, version
 from kvstore.cli import format as format_device
 from kvstore.core import BadConfiguration, KVStoreError
 from kvstore.node import SETTINGS
@@ -18,6 +18,7 @@ from kvstore.node import SETTINGS
 COMMANDS = {
     "serve": serve,
     "proxy": proxy,
+    "check": check,
     "format": format_device,
     "scrub": scrub,
     "config": config,

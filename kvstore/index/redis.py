@@ -184,6 +184,16 @@ class RedisIndex:
         ((value,),) = await self._link.call([("MGET", layout.manifest_name(namespace))])
         return value if value is not None and namespace_of(value) == namespace else None
 
+    async def version(self) -> str:
+        """Which Redis it is; of a cluster, the oldest that was asked.
+
+        Raises:
+            IndexDown
+        """
+        (about,) = await self._link.call([("INFO", "server")])
+        nodes = [about] if "redis_version" in about else list(about.values())
+        return min((str(node["redis_version"]) for node in nodes), key=lambda text: text.split("."))
+
     async def close(self) -> None:
         """See `Index.close`."""
         await self._link.close()

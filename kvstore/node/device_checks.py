@@ -28,7 +28,7 @@ def settle_devices(config: Config, origins: Origins) -> tuple[NvmeSection, ...]:
             raise refuse(origins, name, f"{device.path} is named twice: one table for each device")
     _check_name(config, origins)
     return tuple(
-        dataclasses.replace(device, catalog_folder=device.catalog_folder or _catalog_folder(device.path))
+        dataclasses.replace(device, catalog_folder=device.catalog_folder or catalog_folder(device.path))
         for device in devices
     )
 
@@ -48,7 +48,8 @@ def _check_name(config: Config, origins: Origins) -> None:
     )
 
 
-def _catalog_folder(path: str) -> str:
+def catalog_folder(path: str) -> str:
+    """Where the catalog of a device lies unless told otherwise."""
     try:
         is_block = stat.S_ISBLK(os.stat(path).st_mode)
     except OSError:

@@ -5,6 +5,7 @@ from kvstore.transfer.auto import AutoTransfer
 from kvstore.transfer.base import Handle, Piece, Status, Transfer
 from kvstore.transfer.in_process import Fault, InProcessNetwork, InProcessTransfer, Plan
 from kvstore.transfer.mooncake import MooncakeTransfer
+from kvstore.transfer.self_transfer import SelfTransfer, self_transfer
 from kvstore.transfer.shared_memory import SharedMemoryTransfer
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "Piece",
     "Plan",
     "SharedMemoryTransfer",
+    "SelfTransfer",
     "Status",
     "Transfer",
+    "self_transfer",
 ]
