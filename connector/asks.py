@@ -43,7 +43,8 @@ class Asks:
     def look_up(self, state: RequestState) -> None:
         """At arrival: what may be stored of this request's prompt."""
         if state.links and state.handoff is None and state.ask.lookup is None:
-            state.ask.lookup = self._control.lookup([link.key for link in state.links])
+            keys = [link.key for link in state.links]
+            state.ask.lookup = self._control.lookup(keys, prefetch=True)
 
     def match(self, state: RequestState, computed: int) -> Answer:
         """Tokens that a load can bring beyond the `computed` local ones. Never waits."""

@@ -6,29 +6,31 @@ here waits. The thread is a daemon: an engine that is killed needs no farewell, 
 has a duration.
 """
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import msgspec
 
 from connector.compat import logger
-from connector.control import Found, Grant, NotGranted, Promise, Promised, ReportLine, ReserveAsk
+from connector.control import Arrival, Found, Grant, NotGranted, Promise, Promised, ReportLine, ReserveAsk
 from kvstore.client import (
+    Arrivals,
     Client,
     ClientConfig,
     Committed,
+    Copy,
     Exists,
     LoopThread,
     NodeId,
+    OnDisk,
     Refused,
     ReportItem,
     ReserveItem,
-    Resident,
 )
 from kvstore.client import Grant as ClientGrant
 from kvstore.client import Promise as ClientPromise
-from kvstore.core import BadRequest, Extent, Key, KVStoreError, Manifest, MissReason, Namespace, NotAuthorised
+from kvstore.core import BadRequest, Extent, Key, KVStoreError, Manifest, Namespace, NotAuthorised, Tier
 
 log = logger(__name__)
 
@@ -80,12 +82,14 @@ class Background:
         """See `Control.call`."""
         return self._slow.submit(work)
 
-    def lookup(self, keys: Sequence[Key]) -> "Future[Found]":
+    def lookup(self, keys: Sequence[Key], *, prefetch: bool = False) -> "Future[Found]":
         """See `Control.lookup`."""
-        return self._loop.submit(self._lookup(self._opened, keys))
+        return self._loop.submit(self._lookup(self._opened, keys, prefetch))
 
-    async def _lookup(self, namespace: Namespace, keys: Sequence[Key]) -> Found:
+    async def _lookup(self, namespace: Namespace, keys: Sequence[Key], prefetch: bool) -> Found:
         found = await self._client.lookup(namespace, keys)
+        if prefetch and found.on_disk:
+            self._tell(self._client.prefetch(namespace, keys[: found.num_keys]))
         return Found(found.num_keys, found.reason)
 
     def acquire(
@@ -104,15 +108,7 @@ class Background:
         first: Sequence[NodeId],
     ) -> Promise:
         promise = await self._client.acquire(namespace, keys, duration_s, wait_s=wait_s, first=first)
-        resident = next(
-            (n for n, copy in enumerate(promise.copies) if not isinstance(copy.answer, Resident)),
-            len(promise),
-        )
-        if surplus := tuple(copy.key for copy in promise.copies[resident:]):
-            self._tell(self._client.release(promise, surplus))
-        reason = MissReason.PROMOTE_DEADLINE if surplus else promise.reason
-        kept = msgspec.structs.replace(promise, copies=promise.copies[:resident])
-        return Promise(tuple(_promised(copy) for copy in kept.copies), reason, kept)
+        return Promise(tuple(_promised(copy) for copy in promise.copies), promise.reason, promise)
 
     def abandon(self, future: "Future[Promise]") -> None:
         """See `Control.abandon`. The client gives back what a cancelled call had taken."""
@@ -127,17 +123,36 @@ class Background:
         """See `Control.renew`."""
         return self._loop.submit(self._client.renew(promise.handle, duration_s))
 
+    def promote(self, promise: Promise, timeout_s: float) -> "Coming":
+        """See `Control.promote`."""
+        copies = promise.handle.copies[: len(promise.objects)]
+        wanted = msgspec.structs.replace(promise.handle, copies=copies)
+        return Coming(Arrivals(self._loop, self._client, wanted, timeout_s))
+
+    def shorten(self, promise: Promise, keys: Collection[Key], *, cold: bool = False) -> Promise:
+        """See `Control.shorten`."""
+        gone = set(keys)
+        self._tell(self._client.release(promise.handle, tuple(gone), cold=cold))
+        copies = tuple(copy for copy in promise.handle.copies if copy.key not in gone)
+        return Promise(
+            tuple(one for one in promise.objects if one.key not in gone),
+            promise.reason,
+            msgspec.structs.replace(promise.handle, copies=copies),
+        )
+
     def release(self, promise: Promise, *, cold: bool = False) -> None:
         """See `Control.release`."""
         if promise.objects:
             self._tell(self._client.release(promise.handle, cold=cold))
 
-    def suspect(self, promise: Promise, key: Key) -> None:
+    def suspect(self, promise: Promise, promised: Promised) -> None:
         """See `Control.suspect`."""
-        self._tell(self._suspect(promise.handle, key))
+        self._tell(self._suspect(promise.handle, promised.key, promised.generation))
 
-    async def _suspect(self, promise: ClientPromise, key: Key) -> None:
+    async def _suspect(self, promise: ClientPromise, key: Key, generation: bytes) -> None:
         copy = next(copy for copy in promise.copies if copy.key == key)
+        read = msgspec.structs.replace(copy.answer, generation=generation)
+        copy = msgspec.structs.replace(copy, answer=read)
         bad = await self._client.suspect(promise.namespace, copy)
         log.warning(
             "node %s: the bytes of key %s did not match their checksums; %s",
@@ -207,8 +222,34 @@ class Background:
         return self._namespace
 
 
-def _promised(copy: Any) -> Promised:
+class Coming:
+    """Keeps the contract of `connector.control.Arrivals`."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
+
+    @property
+    def done(self) -> bool:
+        """See `Arrivals.done`."""
+        return self._arrivals.done
+
+    def take(self) -> Sequence[Arrival]:
+        """See `Arrivals.take`."""
+        return [
+            Arrival(one.position, None if one.copy is None else _promised(one.copy), one.reason)
+            for one in self._arrivals.take()
+        ]
+
+    def close(self) -> None:
+        """See `Arrivals.close`."""
+        self._arrivals.close()
+
+
+def _promised(copy: Copy) -> Promised:
     answer = copy.answer
+    if isinstance(answer, OnDisk):
+        place = (copy.key, copy.address, answer.generation, (), answer.size_bytes, b"")
+        return Promised(*place, tier=Tier.NVME, eta_s=answer.eta_s)
     extents = tuple(Extent(*extent) for extent in answer.extents)
     return Promised(copy.key, copy.address, answer.generation, extents, answer.size_bytes, answer.table)
 

@@ -1,11 +1,11 @@
 """The worker half's books on its jobs. They change under its lock only; what they hold says who may do what."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from connector.copies import Fence
-from connector.metadata import LoadJob, LoadReport, Reports, SaveJob, SaveReport
+from connector.metadata import LoadJob, LoadObject, LoadReport, Place, Reports, SaveJob, SaveReport
 from kvstore.client import PushItem, PushResult
 from kvstore.core import MissReason, limits
 
@@ -16,16 +16,18 @@ LINE_EVERY_S = 60.0
 class Load:
     """One load job. Fields change under the lock of its `WorkerHalf`.
 
-    `loaded[i]`: object i is verified and in its blocks. Objects from `lost_from` on are given up. `reading`
-    counts transfers that have not ended, `writing` scatters under way.
+    `ends_s[i]`: seconds after which object i was verified and in its blocks; None: it is not. Objects from
+    `lost_from` on are given up. `reading` counts transfers that have not ended, `writing` scatters under way.
     """
 
     job: LoadJob
     after: Fence
     began: float
-    loaded: list[bool]
-    lost_from: int
-    reading: int
+    objects: list[LoadObject] = field(init=False)
+    ends_s: list[float | None] = field(init=False)
+    lost_from: int = field(init=False)
+    streams: bool = field(init=False)
+    reading: int = 0
     writing: int = 0
     reason: MissReason | None = None
     suspect: int | None = None
@@ -33,21 +35,52 @@ class Load:
     moved_bytes: int = 0
     last_read: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.objects = list(self.job.objects)
+        self.ends_s = [None] * len(self.objects)
+        self.lost_from = len(self.objects)
+        self.streams = not all(wanted.placed for wanted in self.objects)
+
     @property
     def valid(self) -> int:
         """Length of the prefix that is loaded."""
-        prefix = self.loaded.index(False) if False in self.loaded else len(self.loaded)
+        prefix = self.ends_s.index(None) if None in self.ends_s else len(self.ends_s)
         return min(prefix, self.lost_from)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more can be gained."""
+        if self.valid == self.lost_from:
+            return True
+        return self.reading == 0 and all(wanted.placed for wanted in self.objects[: self.lost_from])
+
+    def place(self, places: Mapping[int, Place]) -> None:
+        """These objects can be read now."""
+        for index, place in places.items():
+            generation, extents, table = place.generation, place.extents, place.table
+            self.objects[index] = replace(
+                self.objects[index], generation=generation, extents=extents, table=table, placed=True
+            )
+
+    def by_node(self, indices: Iterable[int]) -> dict[int, list[int]]:
+        """Those of these objects that can be read now, by node; each of the lists is one transfer."""
+        groups: dict[int, list[int]] = {}
+        for index in indices:
+            if self.objects[index].placed:
+                groups.setdefault(self.objects[index].node, []).append(index)
+        return groups
 
     def report(self, now: float) -> LoadReport:
         """What is said of it when it is over."""
+        valid = self.valid
         return LoadReport(
-            self.valid,
-            self.reason if self.valid < len(self.job.objects) else None,
+            valid,
+            self.reason if valid < len(self.objects) else None,
             self.suspect,
             self.moved_bytes,
             max(0.0, self.last_read - self.began),
             now - self.began,
+            tuple(end for end in self.ends_s[:valid] if end is not None),
         )
 
     def lose(self, index: int, reason: MissReason | None, error: str) -> bool:

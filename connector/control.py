@@ -6,16 +6,18 @@ this contract with the real client on a thread of its own; tests keep it with an
 * Every future ends, within the client's timeouts, with an answer or an exception that says why not.
 * Answers to `reserve` and `commit` are in the order asked, one per item.
 * `abandon` of an acquire gives back what it may still be promised.
+* What a promise has on NVMe comes into DRAM only by `promote`, in order, as far as the node has room; keys that are
+  given back make room for others.
 * Keys belong to the namespace that was opened last; promises and grants stay with the one they were given in.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from kvstore.client import NodeAddress
-from kvstore.core import Extents, Key, Manifest, MissReason
+from kvstore.core import Extents, Key, Manifest, MissReason, Tier
 
 T = TypeVar("T")
 
@@ -30,7 +32,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """One leased object in DRAM."""
+    """One leased object. On NVMe it has no pages and no table yet, and can be in DRAM in about `eta_s` seconds."""
 
     key: Key
     node: NodeAddress
@@ -38,6 +40,8 @@ class Promised:
     extents: Extents
     size_bytes: int
     table: bytes
+    tier: Tier = Tier.DRAM
+    eta_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +54,30 @@ class Promise:
     objects: tuple[Promised, ...]
     reason: MissReason | None = None
     handle: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The object at `position` of a promise is in DRAM now, as `promised` says; None: nothing from there on will
+    come, for `reason`."""
+
+    position: int
+    promised: Promised | None
+    reason: MissReason | None = None
+
+
+class Arrivals(Protocol):
+    """What of a promise comes from NVMe."""
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has been taken that will ever come."""
+
+    def take(self) -> Sequence[Arrival]:
+        """What has come since the last call. Never waits."""
+
+    def close(self) -> None:
+        """Nothing more is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +130,9 @@ class Control(Protocol):
     def call(self, work: Callable[[], T]) -> "Future[T]":
         """Runs something slow (files, hashes) off the engine's thread."""
 
-    def lookup(self, keys: Sequence[Key]) -> "Future[Found]":
-        """How many of a chain's first keys are likely to be had. No lease."""
+    def lookup(self, keys: Sequence[Key], *, prefetch: bool = False) -> "Future[Found]":
+        """How many of a chain's first keys are likely to be had. No lease. `prefetch`: nodes are told that what they
+        have of them on NVMe will be asked for."""
 
     def acquire(
         self, keys: Sequence[Key], duration_s: float, wait_s: float, nodes: Sequence[str]
@@ -116,11 +145,17 @@ class Control(Protocol):
     def renew(self, promise: Promise, duration_s: float) -> "Future[float]":
         """Prolongs a lease; the seconds that it has left now, 0 when it is gone."""
 
+    def promote(self, promise: Promise, timeout_s: float) -> Arrivals:
+        """Begins to bring what of a promise is on NVMe into DRAM; what is not there in time ends it."""
+
+    def shorten(self, promise: Promise, keys: Collection[Key], *, cold: bool = False) -> Promise:
+        """Gives the leases of these keys back; what is left of the promise. `cold` as for `release`."""
+
     def release(self, promise: Promise, *, cold: bool = False) -> None:
         """Ends a lease. `cold`: its objects are the first to be evicted, unless others use them."""
 
-    def suspect(self, promise: Promise, key: Key) -> None:
-        """The bytes of this key did not match their table."""
+    def suspect(self, promise: Promise, promised: Promised) -> None:
+        """The bytes of this object, which is still leased, did not match their table."""
 
     def reserve(
         self, items: Sequence[ReserveAsk], duration_s: float

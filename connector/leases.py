@@ -1,11 +1,11 @@
 """Leases that this engine holds, and their renewal while requests wait or load."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from connector.control import Control, Promise
-from kvstore.core import limits
+from kvstore.core import Key, limits
 
 LEASE_S = 30.0
 """What is asked for at a time: long beside a step of the engine, short beside what a killed engine may leave."""
@@ -42,6 +42,11 @@ class Leases:
         if lease in self.held:
             self.held.remove(lease)
             self._control.release(lease.promise, cold=cold)
+
+    def give_back(self, lease: Lease, keys: Collection[Key], *, cold: bool = False) -> None:
+        """Of these keys nothing is read any more; the rest of the lease goes on. `cold` as for `release`."""
+        if keys and lease in self.held:
+            lease.promise = self._control.shorten(lease.promise, keys, cold=cold)
 
     def remaining_s(self, lease: Lease) -> float:
         """Seconds in which the promise still holds without another renewal."""

@@ -5,25 +5,32 @@ has no deadline of its own, and tokens that nobody loads must be reported as fai
 A chunk that the engine has in part is read and verified whole, but only its missing blocks are written.
 A load that failed is remembered: nothing is promised to that request again. A rank that does not report costs its
 request, but not the lease.
+
+Objects on NVMe are promoted while the load is under way: the job names all of its objects, and where they are follows
+in `LoadMore`, as they come into DRAM. What all ranks have read is given back, which makes room for the next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from connector.control import Promised, ReportLine
+from connector.control import Arrivals, Promised, ReportLine
 from connector.keys import Link
 from connector.leases import Lease
-from connector.metadata import LoadJob, LoadObject, LoadReport
+from connector.metadata import LoadJob, LoadMore, LoadObject, LoadReport, Place, Rank
 from connector.requests import Ask, RequestState
 from connector.shared import Shared
-from kvstore.core import Key, MissReason
+from kvstore.core import Key, MissReason, Tier
 
 LATE_S = 5.0  # behind a load's deadline every rank has reported, or reads nothing any more
 
 
 @dataclass(slots=True)
 class _Load:
-    """A job at the workers: it brings the tokens [start, stop), until `ends_s`."""
+    """A job at the workers: it brings the tokens [start, stop), until `ends_s`.
+
+    `arrivals` is what of it comes from NVMe; `coming` are the positions that have not come yet. `read` says how many
+    objects each rank has read; those before `given_back` are not leased any more.
+    """
 
     state: RequestState
     lease: Lease | None
@@ -32,8 +39,18 @@ class _Load:
     reason: MissReason | None
     ends_s: float = 0.0
     links: tuple[Link, ...] = ()
-    objects: tuple[Promised, ...] = ()
+    objects: list[Promised] = field(default_factory=list)
     reports: list[LoadReport] = field(default_factory=list)
+    arrivals: Arrivals | None = None
+    coming: set[int] = field(default_factory=set)
+    read: dict[Rank, int] = field(default_factory=dict)
+    given_back: int = 0
+
+    def stop_coming(self) -> None:
+        """Nothing more is wanted from NVMe."""
+        if self.arrivals is not None:
+            self.arrivals.close()
+        self.arrivals = None
 
 
 class Loads:
@@ -51,6 +68,7 @@ class Loads:
         self._world_size = shared.world_size
         self._jobs: dict[int, _Load] = {}
         self._ready: list[LoadJob] = []
+        self._more: list[LoadMore] = []
         self._next_job = 0
 
     @property
@@ -82,7 +100,7 @@ class Loads:
         assert pairs and pairs[0][0].start <= load.start, "a load that begins before what was promised"
         assert load.stop <= pairs[-1][0].stop, "a load of more than was promised"
         load.links = tuple(link for link, _ in pairs)
-        load.objects = tuple(promised for _, promised in pairs)
+        load.objects = [promised for _, promised in pairs]
         nodes = {(promised.node.node, promised.node.boot): promised.node for promised in load.objects}
         places = list(nodes)
         objects = tuple(
@@ -94,12 +112,22 @@ class Loads:
                 size_bytes=promised.size_bytes,
                 table=promised.table,
                 blocks=self._targets(link, load, blocks),
+                placed=promised.tier is Tier.DRAM,
             )
             for link, promised in pairs
         )
         deadline_s = min(self._config.load_timeout_s, self._leases.longest_s(ask.lease))
         load.ends_s = self._clock() + deadline_s
+        self._promote(load, ask.lease, deadline_s)
         return LoadJob(job, load.state.request_id, tuple(nodes.values()), objects, deadline_s)
+
+    def _promote(self, load: _Load, lease: Lease, deadline_s: float) -> None:
+        """Lets what is on NVMe come. What the job does not bring is not waited for."""
+        load.coming = {n for n, promised in enumerate(load.objects) if promised.tier is Tier.NVME}
+        if load.coming:
+            wanted = {promised.key for promised in load.objects}
+            self._leases.give_back(lease, {one.key for one in lease.promise.objects} - wanted)
+            load.arrivals = self._control.promote(lease.promise, deadline_s)
 
     def _targets(self, link: Link, load: _Load, blocks: Sequence[int]) -> tuple[int | None, ...]:
         """The engine block of each block of this link; None where the engine has it, or does not want it."""
@@ -120,6 +148,49 @@ class Loads:
         ready, self._ready = self._ready, []
         return ready
 
+    def take_more(self) -> list[LoadMore]:
+        """What has become known of jobs that the worker half has been given."""
+        for job, load in self._jobs.items():
+            if load.arrivals is not None and (more := self._arrived(job, load)):
+                self._more.append(more)
+        known, self._more = self._more, []
+        return known
+
+    def _arrived(self, job: int, load: _Load) -> LoadMore | None:
+        """What has come of one load since the last step, and whether it ends early."""
+        assert load.arrivals is not None
+        places: dict[int, Place] = {}
+        lost_from, reason = None, None
+        for arrival in load.arrivals.take():
+            load.coming.discard(arrival.position)
+            if (promised := arrival.promised) is None:
+                lost_from, reason = arrival.position, arrival.reason
+            else:
+                load.objects[arrival.position] = promised
+                places[arrival.position] = Place(promised.generation, promised.extents, promised.table)
+        if load.arrivals.done:
+            load.arrivals = None
+        return LoadMore(job, places, lost_from, reason) if places or lost_from is not None else None
+
+    def abandon(self, state: RequestState) -> None:
+        """The request is gone: what has not come from NVMe for it is not waited for."""
+        load = None if state.load is None else self._jobs.get(state.load)
+        if load is not None and load.arrivals is not None and load.coming:
+            assert state.load is not None
+            load.stop_coming()
+            self._more.append(LoadMore(state.load, {}, min(load.coming)))
+
+    def progressed(self, job: int, read: Mapping[Rank, int]) -> None:
+        """How many objects of a job ranks have read: those that all of them have are given back."""
+        load = self._jobs.get(job)
+        if load is None or load.lease is None:
+            return
+        load.read.update(read)
+        done = min(load.read.values()) if len(load.read) == self._world_size else 0
+        keys = [one.key for one in load.objects[load.given_back : done]]
+        self._leases.give_back(load.lease, keys, cold=load.state.hints.release_cold)
+        load.given_back = max(load.given_back, done)
+
     def tick(self) -> None:
         """Gives back the leases of loads that some rank does not report in time."""
         now = self._clock()
@@ -127,6 +198,7 @@ class Loads:
             if load.lease is not None and now > load.ends_s + LATE_S:
                 self._leases.release(load.lease)
                 load.lease = None
+                load.stop_coming()
                 self._stats.say_once(
                     "no report", "a worker does not report its load; its lease is given back"
                 )
@@ -144,6 +216,7 @@ class Loads:
 
     def _settle(self, load: _Load) -> None:
         load.state.load = None
+        load.stop_coming()
         worst = min(load.reports, key=lambda report: report.valid)
         valid = worst.valid
         failed = valid < len(load.objects) or not load.objects
@@ -152,7 +225,7 @@ class Loads:
             self._known.forget(link.key for link in load.links[valid:])  # computed now, and offered again
         if load.lease is not None:
             for position in {r.suspect for r in load.reports if r.suspect is not None}:
-                self._control.suspect(load.lease.promise, load.objects[position].key)
+                self._control.suspect(load.lease.promise, load.objects[position])
             self._leases.release(load.lease, cold=load.state.hints.release_cold and not failed)
         self._learn(load, worst)
         pulled = min(load.links[valid - 1].stop, load.stop) - load.start if load.links and valid else 0

@@ -78,7 +78,8 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class LoadObject:
     """One object to pull. `blocks` has one engine block id per block of the object, in token order; None
-    marks a block that must not be written (the engine has it already, or does not want it)."""
+    marks a block that must not be written (the engine has it already, or does not want it). `placed` is False
+    while it is on its way from NVMe: where it is comes in a `LoadMore`."""
 
     key: Key
     node: int  # index into LoadJob.nodes
@@ -87,6 +88,7 @@ class LoadObject:
     size_bytes: int
     table: bytes
     blocks: tuple[int | None, ...]
+    placed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,25 @@ class LoadJob:
     nodes: tuple[NodeAddress, ...]
     objects: tuple[LoadObject, ...]
     deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an object is that was not placed when its job was made."""
+
+    generation: bytes
+    extents: Extents
+    table: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMore:
+    """More of a load job that is under way: places by position, or where it ends early, and why."""
+
+    job: int
+    places: dict[int, Place]
+    lost_from: int | None = None
+    reason: MissReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +150,7 @@ class LoadReport:
     """How far a load got on one rank: the first `valid` objects are loaded and verified, in full.
 
     `suspect` is the position of an object whose bytes did not match its table. `moved_bytes` and the
-    times feed metrics.
+    times feed metrics; `ends_s` says of each valid object when it was there, counted from the job's beginning.
     """
 
     valid: int
@@ -138,6 +159,7 @@ class LoadReport:
     moved_bytes: int = 0
     read_s: float = 0.0
     total_s: float = 0.0
+    ends_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,23 +185,36 @@ class Jobs(KVConnectorMetadata):
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     shape: Shape | None = None
+    more: list[LoadMore] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Reports(KVConnectorWorkerMetadata):
-    """What ended on the ranks since the last step: one entry per rank that reported, by job."""
+    """What ended on the ranks since the last step: one entry per rank that reported, by job.
+
+    `read` is how many objects of a job that is not over have been read so far, by rank: of jobs with objects from
+    NVMe alone.
+    """
 
     loads: dict[int, list[LoadReport]] = field(default_factory=dict)
     saves: dict[int, list[SaveReport]] = field(default_factory=dict)
+    read: dict[int, dict[Rank, int]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.saves or self.read)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "Reports":
         """Both ranks' reports together."""
         assert isinstance(other, Reports), f"reports of another connector: {type(other)}"
         merged = Reports(
-            {job: list(r) for job, r in self.loads.items()}, {j: list(r) for j, r in self.saves.items()}
+            {job: list(r) for job, r in self.loads.items()},
+            {job: list(r) for job, r in self.saves.items()},
+            {job: dict(r) for job, r in self.read.items()},
         )
         for job, loads in other.loads.items():
             merged.loads.setdefault(job, []).extend(loads)
         for job, saves in other.saves.items():
             merged.saves.setdefault(job, []).extend(saves)
+        for job, read in other.read.items():
+            merged.read.setdefault(job, {}).update(read)
         return merged

@@ -22,7 +22,7 @@ from connector.handoff import Ignored, describe_format, read_note, write_note
 from connector.hints import Hints, read_hints
 from connector.keys import AdapterDigests, Chain
 from connector.loads import Loads
-from connector.metadata import Jobs, LoadReport, Reports, SaveJob, SaveReport
+from connector.metadata import Jobs, LoadMore, LoadReport, Rank, Reports, SaveJob, SaveReport
 from connector.requests import Ask, RequestState
 from connector.saves import Saves
 from connector.session import Session
@@ -102,6 +102,7 @@ class SchedulerHalf:
         if state is None:
             return False, None
         self.asks.close(state.ask)
+        self.loads.abandon(state)
         namespace = self.session.namespace
         current = namespace is not None and state.epoch == self.shared.epoch
         if not self._may_save or not current or was_aborted(request):
@@ -202,6 +203,7 @@ class SchedulerHalf:
     def build_connector_meta(self, scheduler_output: Any) -> Jobs:
         """The step's jobs. Loads go whatever happens to saves."""
         jobs = Jobs(loads=self.loads.take_ready())
+        jobs.more.extend(self._more_of_loads())
         self._tick()
         jobs.saves.extend(self._ready_saves())
         self._plan_saves(scheduler_output)
@@ -219,6 +221,10 @@ class SchedulerHalf:
         self.saves.tick()
         if lines := self.shared.stats.take_lines():
             self.shared.control.report(lines)
+
+    @harmless(list[LoadMore])
+    def _more_of_loads(self) -> list[LoadMore]:
+        return self.loads.take_more()
 
     @harmless(list[SaveJob])
     def _ready_saves(self) -> list[SaveJob]:
@@ -245,6 +251,8 @@ class SchedulerHalf:
         reports = output.kv_connector_worker_meta
         if not isinstance(reports, Reports):
             return
+        for job, read in reports.read.items():
+            self._load_progressed(job, read)
         for job, loads in reports.loads.items():
             self._load_reported(job, loads)
         for job, saves in reports.saves.items():
@@ -254,6 +262,10 @@ class SchedulerHalf:
     def _roll_back(self) -> None:
         for state in self.states.values():
             self.saves.roll_back(state)
+
+    @harmless(lambda: None)
+    def _load_progressed(self, job: int, read: dict[Rank, int]) -> None:
+        self.loads.progressed(job, read)
 
     @harmless(lambda: None)
     def _load_reported(self, job: int, reports: list[LoadReport]) -> None:

@@ -22,7 +22,7 @@ Objects from the first bad one on are reported with all their blocks, also those
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import Condition
 from typing import Any
@@ -34,6 +34,7 @@ from connector.metadata import (
     Handshake,
     Jobs,
     LoadJob,
+    LoadMore,
     Rank,
     Reports,
     SaveJob,
@@ -156,7 +157,9 @@ class WorkerHalf:
     # --- hooks of a step ------------------------------------------------------------------------------
 
     def start_load_kv(self, jobs: Jobs) -> None:
-        """Queues this step's loads."""
+        """Queues this step's loads, and what has become known of those under way."""
+        for more in jobs.more:
+            self._go_on(more)
         if not jobs.loads:
             return
         self._shape = jobs.shape or self._shape
@@ -196,7 +199,7 @@ class WorkerHalf:
         """Reports on the jobs that ended, for the scheduler half."""
         with self._changed:
             reports, self._reporting.reports = self._reporting.reports, Reports()
-        return reports if reports.loads or reports.saves else None
+        return reports or None
 
     def _part(self, size_bytes: int) -> Part:
         """This rank's part of an object of this size."""
@@ -210,24 +213,37 @@ class WorkerHalf:
     # --- loads ----------------------------------------------------------------------------------------
 
     def _begin_load(self, job: LoadJob, after: Fence) -> None:
-        by_node: dict[int, list[int]] = {}
-        for index, wanted in enumerate(job.objects):
-            by_node.setdefault(wanted.node, []).append(index)
         with self._changed:
             if self._closed or job.job in self._loads:
                 return
-            load = Load(job, after, self._clock(), [False] * len(job.objects), len(job.objects), len(by_node))
-            self._loads[job.job] = load
+            load = self._loads[job.job] = Load(job, after, self._clock())
             if self._pool is None:
                 load.lose(0, MissReason.LAYOUT_UNSUPPORTED, self._unsupported)
             elif self._unmapped:
                 load.lose(0, None, _ASLEEP)
             elif job.deadline_s <= 0:
                 load.lose(0, None, "")  # the scheduler half knows why
-            self._settle(load)
+            self._read(load, range(len(job.objects)))
+
+    def _go_on(self, more: LoadMore) -> None:
+        """Reads what has come from NVMe, and gives up what will not come."""
+        with self._changed:
+            load = self._loads.get(more.job)
+            if load is None:
+                return  # it is over
+            load.place(more.places)
+            if more.lost_from is not None:
+                load.lose(more.lost_from, more.reason, "it did not come from NVMe")
+            self._read(load, more.places)
+
+    def _read(self, load: Load, indices: Iterable[int]) -> None:
+        """Queues the transfers of those objects that can be read, unless the load is over. Under the lock."""
+        by_node = load.by_node(index for index in indices if index < load.lost_from)
+        load.reading += len(by_node)
+        self._settle(load)
         if self._pool is not None:
-            for node, indices in by_node.items():
-                self._pool.load(partial(self._pull, load, node, indices))
+            for node, some in by_node.items():
+                self._pool.load(partial(self._pull, load, node, some))
 
     def _pull(self, load: Load, node: int, indices: Sequence[int]) -> None:
         """Reads the objects that one node holds, in chain order, up to the first that fails."""
@@ -237,7 +253,7 @@ class WorkerHalf:
                 self._pull_items(load, node, indices, items)
         except Exception as error:  # noqa: BLE001 - a thread's body never dies without its report
             with self._changed:
-                missing = (index for index in indices if not load.loaded[index])
+                missing = (index for index in indices if load.ends_s[index] is None)
                 load.lose(next(missing, len(indices)), None, f"internal error: {error!r}")
         finally:
             with self._changed:
@@ -255,7 +271,7 @@ class WorkerHalf:
                 return  # what is under way behind it is let go with the generator
 
     def _pull_item(self, load: Load, index: int) -> PullItem:
-        wanted = load.job.objects[index]
+        wanted = load.objects[index]
         part, sink = self._part(wanted.size_bytes), partial(self._write, load, index)
         return PullItem(wanted.extents, wanted.size_bytes, part, wanted.table, sink)
 
@@ -279,7 +295,9 @@ class WorkerHalf:
             done = True
         finally:
             with self._changed:
-                load.loaded[index] = done
+                load.ends_s[index] = self._clock() - load.began if done else None
+                if load.streams:
+                    self._ended.reports.read[load.job.job] = {self._rank: load.valid}
                 load.writing -= 1
                 self._touching -= 1
                 self._settle(load)
@@ -287,8 +305,7 @@ class WorkerHalf:
 
     def _settle(self, load: Load) -> None:
         """Reports a load from which nothing more can be gained, once. Under the lock."""
-        over = load.valid == load.lost_from or load.reading == 0
-        if not over or load.writing or self._loads.get(load.job.job) is not load:
+        if not load.over or load.writing or self._loads.get(load.job.job) is not load:
             return
         del self._loads[load.job.job]
         job, valid = load.job, load.valid
@@ -343,7 +360,7 @@ class WorkerHalf:
                 wanted.extents,
                 wanted.size_bytes,
                 self._part(wanted.size_bytes),
-                partial(self._read, save, index),
+                partial(self._gather, save, index),
             )
             for index, wanted in enumerate(save.job.objects)
         ]
@@ -362,7 +379,7 @@ class WorkerHalf:
             failed[0].reason if failed else None,
         )
 
-    def _read(self, save: Save, index: int, out: memoryview) -> None:
+    def _gather(self, save: Save, index: int, out: memoryview) -> None:
         """Gathers one object. The blocks of a save that is over may hold anything, or be unmapped."""
         with self._changed:
             if self._saves.get(save.job.job) is not save:
@@ -387,7 +404,9 @@ class WorkerHalf:
         now = self._clock()
         for load in list(self._loads.values()):
             if now >= load.began + load.job.deadline_s + GRACE_S:
-                load.lose(load.valid, MissReason.TOO_SLOW, f"not done within {load.job.deadline_s:.1f} s")
+                awaited = not load.objects[load.valid].placed
+                why = MissReason.PROMOTE_DEADLINE if awaited else MissReason.TOO_SLOW
+                load.lose(load.valid, why, f"not done within {load.job.deadline_s:.1f} s")
                 self._settle(load)
         for save in list(self._saves.values()):
             if now >= save.began + save.job.deadline_s + GRACE_S:

@@ -23,12 +23,13 @@ class Found(msgspec.Struct, frozen=True):
     """What the index knows of a chain: nothing is leased.
 
     `num_keys` keys of the prefix are said to be held, by `nodes` (each once, in order of first use).
-    `reason` says why it ends there; None when it is the whole chain.
+    `reason` says why it ends there; None when it is the whole chain. `on_disk` of them are on NVMe alone.
     """
 
     num_keys: int
     nodes: tuple[NodeId, ...]
     reason: MissReason | None
+    on_disk: int = 0
 
 
 class Copy(msgspec.Struct, frozen=True):

@@ -57,7 +57,7 @@ class Reader:
             return Found(0, (), MissReason.INDEX_DOWN)
         nodes = dict.fromkeys(of_each(located, self._best))
         reason = None if len(located) == len(keys) else MissReason.NEVER_STORED
-        return Found(len(located), tuple(nodes), reason)
+        return Found(len(located), tuple(nodes), reason, of_each(located, _on_disk).count(True))
 
     async def present(self, keys: Sequence[Key]) -> list[bool] | None:
         """See `Client.present`."""
@@ -142,7 +142,7 @@ class Reader:
         wanted: dict[Peer, list[Key]] = {}
         for key, locations in zip(keys, await self._directory.locate(keys) or (), strict=False):
             peer = self._peers.named(self._best(locations))
-            if peer is not None and all(location.tier is not Tier.DRAM for location in locations):
+            if peer is not None and _on_disk(locations):
                 wanted.setdefault(peer, []).append(key)
 
         async def tell(peer: Peer, some: list[Key]) -> None:
@@ -205,6 +205,11 @@ class Reader:
 
     def _peer(self, address: NodeAddress) -> Peer:
         return self._peers.reach(address) or self._peers.at(address.control)
+
+
+def _on_disk(locations: Sequence[Location]) -> bool:
+    """Whether a copy must be promoted first, wherever it is read."""
+    return all(location.tier is not Tier.DRAM for location in locations)
 
 
 def by_lease(copies: Iterable[Copy]) -> list[LeaseGroup]:

@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 from connector.metadata import (
     Jobs,
     LoadJob,
+    LoadMore,
     LoadObject,
     LoadReport,
+    Rank,
     SaveJob,
     SaveObject,
     SaveReport,
@@ -91,6 +93,7 @@ class Step:
     invalid: set[int]
     loads: dict[int, list[LoadReport]]
     saves: dict[int, list[SaveReport]]
+    read: dict[int, dict[Rank, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -147,12 +150,13 @@ class Rig:
 
     # --- steps ----------------------------------------------------------------------------------------
 
-    def step(self, *jobs: LoadJob | SaveJob, finished: frozenset[str] = frozenset()) -> Step:
+    def step(self, *jobs: LoadJob | LoadMore | SaveJob, finished: frozenset[str] = frozenset()) -> Step:
         """One step, its hooks in vLLM's order."""
         given = Jobs(
             [job for job in jobs if isinstance(job, LoadJob)],
             [job for job in jobs if isinstance(job, SaveJob)],
             Shape(self.geometry, (0, self.geometry.num_layers), 1),
+            [job for job in jobs if isinstance(job, LoadMore)],
         )
         self.worker.begin_saves(given)  # handle_preemptions
         self.worker.start_load_kv(given)
@@ -167,6 +171,7 @@ class Rig:
             invalid,
             reports.loads if reports else {},
             reports.saves if reports else {},
+            reports.read if reports else {},
         )
         self.steps.append(step)
         return step

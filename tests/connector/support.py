@@ -7,9 +7,9 @@ those of its new tokens. So whatever goes wrong with blocks, references, loads o
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +28,33 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.config import Config
-from connector.control import Control, Found, Grant, NotGranted, Promise, Promised, ReportLine, ReserveAsk
+from connector.control import (
+    Arrival,
+    Control,
+    Found,
+    Grant,
+    NotGranted,
+    Promise,
+    Promised,
+    ReportLine,
+    ReserveAsk,
+)
 from connector.guard import Breaker
-from connector.metadata import Handshake, Jobs, Layer, LoadJob, LoadReport, Reports, SaveJob, SaveReport
+from connector.metadata import (
+    Handshake,
+    Jobs,
+    Layer,
+    LoadJob,
+    LoadMore,
+    LoadReport,
+    Rank,
+    Reports,
+    SaveJob,
+    SaveReport,
+)
 from connector.scheduler import SchedulerHalf
 from kvstore.client import NodeAddress, NodeId
-from kvstore.core import Key, Manifest, MissReason, PeerLost
+from kvstore.core import Key, Manifest, MissReason, PeerLost, Tier
 from kvstore.wire import BootId
 from tests.conftest import MODEL
 
@@ -68,7 +89,10 @@ class Stored:
 
 @dataclass(repr=False)
 class Node:
-    """One node's memory, shared by the engines of a test. `pages` is what was written, by generation."""
+    """One node's memory, shared by the engines of a test. `pages` is what was written, by generation.
+
+    Of `on_disk`, at most `room` objects are in DRAM at a time, until they are released.
+    """
 
     number: int = 1
     boot: int = 1
@@ -77,7 +101,12 @@ class Node:
     objects: dict[Key, Stored] = field(default_factory=dict)
     pages: dict[bytes, Content] = field(default_factory=dict)
     reserved: dict[Key, bytes] = field(default_factory=dict)
-    leases: dict[int, tuple[Key, ...]] = field(default_factory=dict)
+    leases: dict[int, list[Key]] = field(default_factory=dict)
+    on_disk: set[Key] = field(default_factory=set)
+    in_dram: set[Key] = field(default_factory=set)  # of those on disk
+    room: int = 1_000  # for those
+    eta_s: float = 0.01
+    disk_faults: dict[Key, MissReason] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     parked: "list[Callable[[], None]]" = field(default_factory=list)
     generations: Any = field(default_factory=lambda: count(1))
@@ -158,7 +187,7 @@ class FakeControl:
             future.set_exception(error)
         return future
 
-    def lookup(self, keys: Sequence[Key]) -> "Future[Found]":
+    def lookup(self, keys: Sequence[Key], *, prefetch: bool = False) -> "Future[Found]":
         def work() -> Found:
             if self.index_down:
                 return Found(0, MissReason.INDEX_DOWN)
@@ -181,7 +210,7 @@ class FakeControl:
                 return None
             lease = next(self._leases) + 1_000_000 * id(self)
             if found:
-                self.node.leases[lease] = tuple(keys[:found])
+                self.node.leases[lease] = list(keys[:found])
             return Promise(
                 tuple(self._promised(key) for key in keys[:found]),
                 None if found == len(keys) else MissReason.NEVER_STORED,
@@ -192,7 +221,22 @@ class FakeControl:
 
     def _promised(self, key: Key) -> Promised:
         stored = self.node.objects[key]
+        if key in self.node.on_disk - self.node.in_dram:
+            eta_s = self.node.eta_s
+            return Promised(key, self.node.address, b"on disk.", (), stored.size_bytes, b"", Tier.NVME, eta_s)
         return Promised(key, self.node.address, stored.generation, (), stored.size_bytes, stored.table)
+
+    def promote(self, promise: Promise, timeout_s: float) -> "FakeArrivals":
+        self.node.calls.append("promote")
+        return FakeArrivals(self, promise, self.clock() + timeout_s)
+
+    def shorten(self, promise: Promise, keys: Collection[Key], *, cold: bool = False) -> Promise:
+        self.node.calls.append("shorten cold" if cold else "shorten")
+        for key in keys:
+            self.node.leases[promise.handle].remove(key)
+        self.node.in_dram -= set(keys)
+        left = tuple(one for one in promise.objects if one.key not in keys)
+        return replace(promise, objects=left)
 
     def abandon(self, future: "Future[Promise]") -> None:
         self.abandoned += 1
@@ -204,11 +248,12 @@ class FakeControl:
 
     def release(self, promise: Promise, *, cold: bool = False) -> None:
         self.node.calls.append("release cold" if cold else "release")
-        self.node.leases.pop(promise.handle, None)
+        self.node.in_dram -= set(self.node.leases.pop(promise.handle, ()))
 
-    def suspect(self, promise: Promise, key: Key) -> None:
-        assert promise.handle in self.node.leases, "a suspect must still be leased"
-        self.suspects.append(key)
+    def suspect(self, promise: Promise, promised: Promised) -> None:
+        assert promised.key in self.node.leases[promise.handle], "a suspect must still be leased"
+        assert promised.generation == self.node.objects[promised.key].generation, "of the copy that was read"
+        self.suspects.append(promised.key)
 
     def reserve(
         self, items: Sequence[ReserveAsk], duration_s: float
@@ -253,6 +298,41 @@ class FakeControl:
         self.closed = True
 
 
+class FakeArrivals:
+    """Keeps the contract of `connector.control.Arrivals`: in order, as far as the node has room."""
+
+    def __init__(self, control: FakeControl, promise: Promise, end: float) -> None:
+        self.control, self.promise, self.end = control, promise, end
+        self.waiting = [n for n, one in enumerate(promise.objects) if one.tier is Tier.NVME]
+
+    @property
+    def done(self) -> bool:
+        return not self.waiting
+
+    def take(self) -> list[Arrival]:
+        node = self.control.node
+        came: list[Arrival] = []
+        while self.waiting:
+            position = self.waiting[0]
+            key = self.promise.objects[position].key
+            reason = node.disk_faults.get(key)
+            if self.control.clock() >= self.end:
+                reason = MissReason.PROMOTE_DEADLINE
+            if reason is not None:
+                self.waiting = []
+                return [*came, Arrival(position, None, reason)]
+            if len(node.in_dram) >= node.room:
+                break
+            node.in_dram.add(key)
+            self.waiting.pop(0)
+            came.append(Arrival(position, self.control._promised(key)))
+        return came
+
+    def close(self) -> None:
+        self.waiting = []
+        self.control.node.calls.append("close")
+
+
 # --- the worker ---------------------------------------------------------------------------------------
 
 
@@ -281,19 +361,25 @@ class Worker:
         self.waiting_saves: list[SaveJob] = []
         self.seen_loads: list[LoadJob] = []
         self.seen_saves: list[SaveJob] = []
+        self.lost: dict[int, LoadMore] = {}  # jobs that end early
+        self.read: dict[int, int] = {}  # objects of a job that is not over
 
     def step(self, jobs: Jobs) -> KVConnectorOutput:
         """What vLLM's worker hooks do with the jobs of a step."""
         self.seen_loads += jobs.loads
         self.seen_saves += jobs.saves
         self.waiting_loads += jobs.loads
+        for more in jobs.more:
+            self._place(more)
         self.waiting_saves += jobs.saves
         output = KVConnectorOutput(finished_recving=set(), finished_sending=set())
         reports = Reports()
         if not self.hold_loads:
+            coming = [load for load in self.waiting_loads if self._still_comes(load, reports)]
             for load in self.waiting_loads:
-                reports.loads[load.job] = self._of_ranks_load(load, self._load(load, output))
-            self.waiting_loads = []
+                if load not in coming:
+                    reports.loads[load.job] = self._of_ranks_load(load, self._load(load, output))
+            self.waiting_loads = coming
         if not self.hold_saves:
             for save in self.waiting_saves:
                 reports.saves[save.job] = self._of_ranks_save(self._save(save))
@@ -304,13 +390,57 @@ class Worker:
             output.finished_recving |= self.unfinished
             reports = reports.aggregate(self.unsaid)
             self.unsaid, self.unfinished = Reports(), set()
-        if reports.loads or reports.saves:
+        if reports:
             output.kv_connector_worker_meta = reports
         return output
 
+    def _place(self, more: LoadMore) -> None:
+        """Objects have come from NVMe, or will not."""
+        if more.lost_from is not None:
+            self.lost[more.job] = more
+        for number, load in enumerate(self.waiting_loads):
+            if load.job == more.job:
+                objects = list(load.objects)
+                for at, place in more.places.items():
+                    objects[at] = replace(
+                        objects[at], generation=place.generation, table=place.table, placed=True
+                    )
+                self.waiting_loads[number] = replace(load, objects=tuple(objects))
+
+    def _still_comes(self, job: LoadJob, reports: Reports) -> bool:
+        """Whether the load waits for objects from NVMe; then it reads what is there."""
+        wanted = job.objects[: self.lost[job.job].lost_from] if job.job in self.lost else job.objects
+        if job.deadline_s <= 0 or all(one.placed for one in wanted):
+            return False
+        there = next(n for n, one in enumerate(wanted) if not one.placed)
+        self._copy(job, there)
+        reports.read[job.job] = {Rank(0, rank): there for rank in range(self.ranks)}
+        return True
+
+    def _copy(self, job: LoadJob, stop: int) -> tuple[int, int | None]:
+        """Fills the blocks of the first `stop` objects, but for those filled before: how far it got, and the position
+        of a bad one."""
+        for position in range(self.read.get(job.job, 0), stop):
+            wanted = job.objects[position]
+            leased = any(wanted.key in keys for keys in self.node.leases.values())
+            assert leased or wanted.key not in self.node.objects, "read without a lease"
+            assert wanted.key not in self.node.on_disk - self.node.in_dram, "read from where it is not"
+            content = self.node.pages.get(wanted.generation)
+            if content is None:
+                return position, None
+            if b"".join(table_of(content)) != wanted.table:
+                return position, position
+            for number, block in enumerate(wanted.blocks):
+                if block is not None:
+                    self.memory[block] = list(content[number * BLOCK : (number + 1) * BLOCK])
+            self.read[job.job] = position + 1
+        return stop, None
+
     def _of_ranks_load(self, job: LoadJob, report: LoadReport) -> list[LoadReport]:
         """Each rank's report: all is well with those that do not fail."""
-        well = LoadReport(len(job.objects) if job.deadline_s > 0 else 0)
+        more = self.lost.pop(job.job, None)
+        end = len(job.objects) if more is None or more.lost_from is None else more.lost_from
+        well = LoadReport(end if job.deadline_s > 0 else 0)
         return [report if rank == self.failing_rank else well for rank in range(self.ranks)]
 
     def _of_ranks_save(self, report: SaveReport) -> list[SaveReport]:
@@ -334,24 +464,16 @@ class Worker:
         output.finished_recving = set()
 
     def _load(self, job: LoadJob, output: KVConnectorOutput) -> LoadReport:
-        valid, suspect = 0, None
-        for position, wanted in enumerate(job.objects):
-            if job.deadline_s <= 0 or self.fail_load_at == position or wanted.node >= len(job.nodes):
-                break
-            content = self.node.pages.get(wanted.generation)
-            if content is None:
-                break
-            if b"".join(table_of(content)) != wanted.table:
-                suspect = position
-                break
-            for number, block in enumerate(wanted.blocks):
-                if block is not None:
-                    self.memory[block] = list(content[number * BLOCK : (number + 1) * BLOCK])
-            valid += 1
+        more = self.lost.get(job.job)
+        valid = len(job.objects) if job.deadline_s > 0 else 0
+        for limit in (self.fail_load_at, more.lost_from if more else None):
+            valid = valid if limit is None else min(valid, limit)
+        valid, suspect = self._copy(job, valid)
+        self.read.pop(job.job, None)
         output.finished_recving.add(job.request)
         lost = [block for wanted in job.objects[valid:] for block in wanted.blocks if block is not None]
         output.invalid_block_ids |= set(lost)
-        reason = None if valid == len(job.objects) else self.reason
+        reason = None if valid == len(job.objects) else more.reason if more else self.reason
         return LoadReport(valid, reason, suspect)
 
     def _save(self, job: SaveJob) -> SaveReport:

@@ -10,7 +10,7 @@ import pytest
 from connector.background import Background
 from connector.control import Grant, NotGranted, ReserveAsk
 from kvstore.client import ClientConfig, Copy, OnDisk, Promise, Resident
-from kvstore.core import Key, Manifest, MissReason
+from kvstore.core import Key, Manifest, MissReason, Tier
 from kvstore.wire import Generation, LeaseId
 from tests.connector.support import BLOCK, CHUNK, Engine, Node, prompt
 from tests.support import Process, wait_until
@@ -159,13 +159,13 @@ def test_nobody_there_is_an_answer() -> None:
     control.close()
 
 
-def test_what_is_not_in_dram_in_time_is_given_back_and_not_renewed(monkeypatch) -> None:
+def test_what_is_given_back_is_not_renewed(monkeypatch) -> None:
     """Mutant: the promise goes on naming it, and its node, which knows the lease no more, ends all of it with 0."""
     control = Background(ClientConfig(node="127.0.0.1:9", request_timeout_s=0.5))
     control.open(MANIFEST)
     keys = [ask.key for ask in asks(7)]
     generation = Generation(bytes(8))
-    answers: list[Resident | OnDisk] = [Resident(generation, (), 64, bytes(8)), OnDisk(generation, 64, 1.0)]
+    answers: list[Resident | OnDisk] = [Resident(generation, (), 64, bytes(8)), OnDisk(generation, 64, 1.5)]
     copies = tuple(
         Copy(key, Node(number).address, LeaseId(bytes([number])), answer)
         for number, (key, answer) in enumerate(zip(keys, answers, strict=True), 1)
@@ -185,9 +185,13 @@ def test_what_is_not_in_dram_in_time_is_given_back_and_not_renewed(monkeypatch) 
     for method in (acquire, release, renew):
         monkeypatch.setattr(control._client, method.__name__, method)
     promise = control.acquire(keys, 30.0, 0.0, ()).result(WAIT_S)
-    assert promise.reason is MissReason.PROMOTE_DEADLINE
+    assert [(one.tier, one.eta_s) for one in promise.objects] == [(Tier.DRAM, 0.0), (Tier.NVME, 1.5)]
+    promise = control.shorten(promise, [keys[0]])
+    assert [one.key for one in promise.objects] == [keys[1]]
     control.renew(promise, 30.0).result(WAIT_S)
-    assert seen == [("release", (keys[1],)), ("renew", (keys[0],))]
+    control.release(promise)
+    wait_until(lambda: len(seen) == 3, WAIT_S)
+    assert seen == [("release", (keys[0],)), ("renew", (keys[1],)), ("release", ())]
     control.close()
 
 
