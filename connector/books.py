@@ -1,7 +1,7 @@
 """The worker half's books on its jobs. They change under its lock only; what they hold says who may do what."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from connector.copies import Fence
@@ -83,6 +83,15 @@ class Load:
             tuple(end for end in self.ends_s[:valid] if end is not None),
         )
 
+    @property
+    def obituary(self) -> str:
+        """A line on what of it could not be loaded, if there is anything to say."""
+        lost, count = len(self.objects) - self.valid, len(self.objects)
+        if not lost or not self.error:
+            return ""
+        line = f"request {self.job.request}: {lost} of {count} stored pieces could not be loaded"
+        return f"{line} and are computed instead: {self.error}"
+
     def lose(self, index: int, reason: MissReason | None, error: str) -> bool:
         """Gives up objects from `index` on, unless that was known. True: it is the first bad object so far."""
         if index >= self.lost_from:
@@ -100,6 +109,17 @@ class Save:
     began: float
     began_writing: bool = False
 
+    def report(self, items: Sequence[PushItem], results: Sequence[PushResult], now: float) -> SaveReport:
+        """What is said of it when the mover has tried everything."""
+        pairs = list(zip(items, results, strict=True))
+        return SaveReport(
+            tuple(_sums_by_run(item, result) for item, result in pairs),
+            all(result.quiet for result in results),
+            sum(item.part.size_bytes for item, result in pairs if result.ok),
+            now - self.began,
+            next((result.reason for result in results if not result.ok), None),
+        )
+
 
 @dataclass(slots=True)
 class Ended:
@@ -110,13 +130,20 @@ class Ended:
     reports: Reports = field(default_factory=Reports)
     lines: list[str] = field(default_factory=list)
 
+    def load(self, load: Load, now: float) -> None:
+        """A load is over: its request, and every block from the first object on that is not valid."""
+        lost = load.objects[load.valid :]
+        self.requests.add(load.job.request)
+        self.invalid.update(block for wanted in lost for block in wanted.blocks if block is not None)
+        self.reports.loads[load.job.job] = [load.report(now)]
+
 
 def nothing_saved(job: SaveJob, *, quiet: bool, reason: MissReason | None = None) -> SaveReport:
     """The report of a save of which nothing may be committed."""
     return SaveReport((None,) * len(job.objects), quiet, reason=reason)
 
 
-def sums_by_run(item: PushItem, result: PushResult) -> dict[int, bytes] | None:
+def _sums_by_run(item: PushItem, result: PushResult) -> dict[int, bytes] | None:
     """The checksums of the runs that were written, by their index in the table."""
     if not result.ok:
         return None

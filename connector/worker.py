@@ -27,7 +27,7 @@ from functools import partial
 from threading import Condition
 from typing import Any
 
-from connector.books import Ended, Lines, Load, Save, nothing_saved, sums_by_run
+from connector.books import Ended, Lines, Load, Save, nothing_saved
 from connector.compat import KVConnectorTransferResults, logger
 from connector.copies import Fence
 from connector.metadata import (
@@ -308,16 +308,9 @@ class WorkerHalf:
         if not load.over or load.writing or self._loads.get(load.job.job) is not load:
             return
         del self._loads[load.job.job]
-        job, valid = load.job, load.valid
-        lost = job.objects[valid:]
-        self._ended.requests.add(job.request)
-        self._ended.invalid.update(block for wanted in lost for block in wanted.blocks if block is not None)
-        self._ended.reports.loads[job.job] = [load.report(self._clock())]
-        if lost and load.error:
-            line = (
-                f"request {job.request}: {len(lost)} of {len(job.objects)} stored pieces could not be loaded"
-            )
-            self._say(load.reason, f"{line} and are computed instead: {load.error}")
+        self._ended.load(load, self._clock())
+        if line := load.obituary:
+            self._say(load.reason, line)
 
     # --- saves ----------------------------------------------------------------------------------------
 
@@ -371,13 +364,7 @@ class WorkerHalf:
             line = f"{len(failed)} of {len(items)} pieces could not be saved: {failed[0].error}"
             with self._changed:
                 self._say(("save", failed[0].reason), line)
-        return SaveReport(
-            tuple(sums_by_run(item, result) for item, result in zip(items, results, strict=True)),
-            all(result.quiet for result in results),
-            sum(item.part.size_bytes for item, result in zip(items, results, strict=True) if result.ok),
-            self._clock() - save.began,
-            failed[0].reason if failed else None,
-        )
+        return save.report(items, results, self._clock())
 
     def _gather(self, save: Save, index: int, out: memoryview) -> None:
         """Gathers one object. The blocks of a save that is over may hold anything, or be unmapped."""
