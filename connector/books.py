@@ -1,12 +1,12 @@
 """The worker half's books on its jobs. They change under its lock only; what they hold says who may do what."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from connector.copies import Fence
-from connector.metadata import LoadJob, LoadObject, LoadReport, Place, Reports, SaveJob, SaveReport
-from kvstore.client import PushItem, PushResult
+from connector.metadata import LoadJob, LoadMore, LoadObject, LoadReport, Reports, SaveJob, SaveReport
+from kvstore.client import PullResult, PushItem, PushResult
 from kvstore.core import MissReason, limits
 
 LINE_EVERY_S = 60.0
@@ -54,13 +54,15 @@ class Load:
             return True
         return self.reading == 0 and all(wanted.placed for wanted in self.objects[: self.lost_from])
 
-    def place(self, places: Mapping[int, Place]) -> None:
-        """These objects can be read now."""
-        for index, place in places.items():
+    def go_on(self, more: LoadMore) -> None:
+        """Some objects can be read now, or will never come."""
+        for index, place in more.places.items():
             generation, extents, table = place.generation, place.extents, place.table
             self.objects[index] = replace(
                 self.objects[index], generation=generation, extents=extents, table=table, placed=True
             )
+        if more.lost_from is not None:
+            self.lose(more.lost_from, more.reason, "they did not come from NVMe")
 
     def by_node(self, indices: Iterable[int]) -> dict[int, list[int]]:
         """Those of these objects that can be read now, by node; each of the lists is one transfer."""
@@ -91,6 +93,20 @@ class Load:
             return ""
         line = f"request {self.job.request}: {lost} of {count} stored pieces could not be loaded"
         return f"{line} and are computed instead: {self.error}"
+
+    def first_missing(self, indices: Sequence[int]) -> int:
+        """The first of these objects that is not loaded; if all are, an index behind every object."""
+        return next((index for index in indices if self.ends_s[index] is None), len(self.objects))
+
+    def failed(self, index: int, result: PullResult) -> None:
+        """The mover could not bring this object."""
+        if self.lose(index, result.reason, result.error) and result.corrupt:
+            self.suspect = index
+
+    def out_of_time(self) -> None:
+        """What is not there by now is given up."""
+        reason = MissReason.TOO_SLOW if self.objects[self.valid].placed else MissReason.PROMOTE_DEADLINE
+        self.lose(self.valid, reason, f"not done within {self.job.deadline_s:.1f} s")
 
     def lose(self, index: int, reason: MissReason | None, error: str) -> bool:
         """Gives up objects from `index` on, unless that was known. True: it is the first bad object so far."""

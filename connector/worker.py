@@ -228,13 +228,9 @@ class WorkerHalf:
     def _go_on(self, more: LoadMore) -> None:
         """Reads what has come from NVMe, and gives up what will not come."""
         with self._changed:
-            load = self._loads.get(more.job)
-            if load is None:
-                return  # it is over
-            load.place(more.places)
-            if more.lost_from is not None:
-                load.lose(more.lost_from, more.reason, "it did not come from NVMe")
-            self._read(load, more.places)
+            if (load := self._loads.get(more.job)) is not None:  # else it is over
+                load.go_on(more)
+                self._read(load, more.places)
 
     def _read(self, load: Load, indices: Iterable[int]) -> None:
         """Queues the transfers of those objects that can be read, unless the load is over. Under the lock."""
@@ -253,8 +249,7 @@ class WorkerHalf:
                 self._pull_items(load, node, indices, items)
         except Exception as error:  # noqa: BLE001 - a thread's body never dies without its report
             with self._changed:
-                missing = (index for index in indices if load.ends_s[index] is None)
-                load.lose(next(missing, len(indices)), None, f"internal error: {error!r}")
+                load.lose(load.first_missing(indices), None, f"internal error: {error!r}")
         finally:
             with self._changed:
                 load.reading -= 1
@@ -266,8 +261,7 @@ class WorkerHalf:
         for at, result in self._mover.pull_each(load.job.nodes[node], items, left_s):
             if not result.ok:
                 with self._changed:
-                    if load.lose(indices[at], result.reason, result.error) and result.corrupt:
-                        load.suspect = indices[at]
+                    load.failed(indices[at], result)
                 return  # what is under way behind it is let go with the generator
 
     def _pull_item(self, load: Load, index: int) -> PullItem:
@@ -391,9 +385,7 @@ class WorkerHalf:
         now = self._clock()
         for load in list(self._loads.values()):
             if now >= load.began + load.job.deadline_s + GRACE_S:
-                awaited = not load.objects[load.valid].placed
-                why = MissReason.PROMOTE_DEADLINE if awaited else MissReason.TOO_SLOW
-                load.lose(load.valid, why, f"not done within {load.job.deadline_s:.1f} s")
+                load.out_of_time()
                 self._settle(load)
         for save in list(self._saves.values()):
             if now >= save.began + save.job.deadline_s + GRACE_S:
