@@ -175,7 +175,7 @@ def test_what_is_given_back_is_not_renewed(monkeypatch) -> None:
     async def acquire(*_, **__):
         return Promise(MANIFEST.namespace, copies, 0.0, None)
 
-    async def release(promise, given_back=()):
+    async def release(promise, given_back=(), *, cold=False):
         seen.append(("release", tuple(given_back)))
 
     async def renew(promise, _):
