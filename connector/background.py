@@ -6,8 +6,10 @@ here waits. The thread is a daemon: an engine that is killed needs no farewell, 
 has a duration.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from time import monotonic
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,6 +38,7 @@ log = logger(__name__)
 
 T = TypeVar("T")
 CLOSE_S = 1.0
+TIMINGS_MAX = 4_096
 SLOW_THREADS = 2
 
 
@@ -46,10 +49,23 @@ class Background:
         self._namespace: Namespace | None = None
         self._slow = ThreadPoolExecutor(SLOW_THREADS, "kvstore-files")
         self._telling: set[Future[Any]] = set()
+        self._timings: deque[tuple[str, float]] = deque(maxlen=TIMINGS_MAX)  # filled by the other thread
         self._client = Client(config)
         self._loop = LoopThread("kvstore-control")
         self._closed = False
         self._tell(self._client.start())
+
+    def _ask(self, stage: str, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Runs work whose answer is waited for; how long that takes is noted."""
+
+        async def timed() -> T:
+            began = monotonic()
+            try:
+                return await work
+            finally:
+                self._timings.append((stage, monotonic() - began))
+
+        return self._loop.submit(timed())
 
     def _tell(self, work: Coroutine[Any, Any, Any]) -> None:
         """Runs work whose outcome nobody reads; what it raises is one line."""
@@ -84,7 +100,7 @@ class Background:
 
     def lookup(self, keys: Sequence[Key], *, prefetch: bool = False) -> "Future[Found]":
         """See `Control.lookup`."""
-        return self._loop.submit(self._lookup(self._opened, keys, prefetch))
+        return self._ask("lookup", self._lookup(self._opened, keys, prefetch))
 
     async def _lookup(self, namespace: Namespace, keys: Sequence[Key], prefetch: bool) -> Found:
         found = await self._client.lookup(namespace, keys)
@@ -97,7 +113,7 @@ class Background:
     ) -> "Future[Promise]":
         """See `Control.acquire`."""
         first = [NodeId(bytes.fromhex(node)) for node in nodes if _is_hex(node)]
-        return self._loop.submit(self._acquire(self._opened, keys, duration_s, wait_s, first))
+        return self._ask("lease", self._acquire(self._opened, keys, duration_s, wait_s, first))
 
     async def _acquire(
         self,
@@ -145,17 +161,18 @@ class Background:
         if promise.objects:
             self._tell(self._client.release(promise.handle, cold=cold))
 
-    def suspect(self, promise: Promise, promised: Promised) -> None:
+    def suspect(self, promise: Promise, promised: Promised, request: str) -> None:
         """See `Control.suspect`."""
-        self._tell(self._suspect(promise.handle, promised.key, promised.generation))
+        self._tell(self._suspect(promise.handle, promised.key, promised.generation, request))
 
-    async def _suspect(self, promise: ClientPromise, key: Key, generation: bytes) -> None:
+    async def _suspect(self, promise: ClientPromise, key: Key, generation: bytes, request: str) -> None:
         copy = next(copy for copy in promise.copies if copy.key == key)
         read = msgspec.structs.replace(copy.answer, generation=generation)
         copy = msgspec.structs.replace(copy, answer=read)
         bad = await self._client.suspect(promise.namespace, copy)
         log.warning(
-            "node %s: the bytes of key %s did not match their checksums; %s",
+            "request %s: node %s: the bytes of key %s did not match their checksums; %s",
+            request,
             copy.address.control,
             key.hex()[:16],
             "the copy was bad and is dropped"
@@ -168,7 +185,7 @@ class Background:
     ) -> "Future[Sequence[Grant | NotGranted]]":
         """See `Control.reserve`."""
         asked = [ReserveItem(i.key, i.parent, i.depth, i.size_bytes, i.cold) for i in items]
-        return self._loop.submit(self._reserve(self._opened, asked, duration_s))
+        return self._ask("reserve", self._reserve(self._opened, asked, duration_s))
 
     async def _reserve(
         self, namespace: Namespace, items: Sequence[ReserveItem], duration_s: float
@@ -179,9 +196,8 @@ class Background:
     def commit(self, items: Sequence[tuple[Grant, bytes]]) -> "Future[Sequence[bool]]":
         """See `Control.commit`."""
         namespace = items[0][0].handle[0]
-        return self._loop.submit(
-            self._commit(namespace, [(grant.handle[1], table) for grant, table in items])
-        )
+        filled = [(grant.handle[1], table) for grant, table in items]
+        return self._ask("commit", self._commit(namespace, filled))
 
     async def _commit(
         self, namespace: Namespace, items: Sequence[tuple[ClientGrant, bytes]]
@@ -202,6 +218,10 @@ class Background:
             for line in lines
         ]
         self._tell(self._client.report(items))
+
+    def take_timings(self) -> list[tuple[str, float]]:
+        """See `Control.take_timings`."""
+        return [self._timings.popleft() for _ in range(len(self._timings))]
 
     def close(self) -> None:
         """See `Control.close`: lets what was said last be sent, then ends everything."""

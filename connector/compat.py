@@ -21,6 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    Counter,
+    Gauge,
+    Histogram,
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVQuantMode,
@@ -33,10 +40,15 @@ from vllm.v1.utils import tensor_data
 
 __all__ = [
     "CacheHitSource",
+    "Counter",
+    "Gauge",
+    "Histogram",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
     "KVConnectorRole",
+    "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "ModelFacts",

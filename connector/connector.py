@@ -23,6 +23,7 @@ from connector.compat import (
 from connector.config import Config, read_config
 from connector.guard import Breaker, harmless
 from connector.metadata import Handshake, Jobs, Reports
+from connector.metrics import EngineStats, PromMetrics, prom_metrics
 
 log = logger(__name__)
 
@@ -44,6 +45,10 @@ def _not_reset() -> bool | None:
 
 
 def _no_reports() -> Reports | None:
+    return None
+
+
+def _no_stats() -> EngineStats | None:
     return None
 
 
@@ -196,6 +201,27 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(_no_reports)
     def build_connector_worker_meta(self) -> Reports | None:
         return self._worker.build_connector_worker_meta()
+
+    # --- metrics --------------------------------------------------------------------------------------
+
+    @harmless(_no_stats)
+    def get_kv_connector_stats(self) -> EngineStats | None:
+        scheduling = self._role is KVConnectorRole.SCHEDULER
+        return self._scheduler.shared.stats.take_fresh() if scheduling else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EngineStats:
+        return EngineStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        return prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- both -----------------------------------------------------------------------------------------
 

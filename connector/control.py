@@ -154,8 +154,8 @@ class Control(Protocol):
     def release(self, promise: Promise, *, cold: bool = False) -> None:
         """Ends a lease. `cold`: its objects are the first to be evicted, unless others use them."""
 
-    def suspect(self, promise: Promise, promised: Promised) -> None:
-        """The bytes of this object, which is still leased, did not match their table."""
+    def suspect(self, promise: Promise, promised: Promised, request: str) -> None:
+        """The bytes of this object, which is still leased, did not match their table when this request loaded it."""
 
     def reserve(
         self, items: Sequence[ReserveAsk], duration_s: float
@@ -170,6 +170,9 @@ class Control(Protocol):
 
     def report(self, lines: Sequence[ReportLine]) -> None:
         """For the node's metrics; best effort."""
+
+    def take_timings(self) -> list[tuple[str, float]]:
+        """(stage, seconds) of the questions answered since the last call: lookup, lease, reserve, commit."""
 
     def close(self) -> None:
         """Ends the thread, within a second."""

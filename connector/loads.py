@@ -199,9 +199,8 @@ class Loads:
                 self._leases.release(load.lease)
                 load.lease = None
                 load.stop_coming()
-                self._stats.say_once(
-                    "no report", "a worker does not report its load; its lease is given back"
-                )
+                line = f"request {load.state.request_id}: a worker does not report its load"
+                self._stats.say_once("no report", f"{line}; its lease is given back")
 
     def reported(self, job: int, reports: Sequence[LoadReport]) -> None:
         """What ranks say of a job. Only the first report of every rank counts."""
@@ -225,11 +224,12 @@ class Loads:
             self._known.forget(link.key for link in load.links[valid:])  # computed now, and offered again
         if load.lease is not None:
             for position in {r.suspect for r in load.reports if r.suspect is not None}:
-                self._control.suspect(load.lease.promise, load.objects[position])
+                self._control.suspect(load.lease.promise, load.objects[position], load.state.request_id)
             self._leases.release(load.lease, cold=load.state.hints.release_cold and not failed)
         self._learn(load, worst)
         pulled = min(load.links[valid - 1].stop, load.stop) - load.start if load.links and valid else 0
         reasons = [report.reason for report in load.reports if report.reason is not None]
+        self._stats.loaded(load.reports)
         self._stats.loads += 1
         self._stats.loads_failed += failed
         self._stats.count(

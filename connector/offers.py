@@ -13,6 +13,7 @@ from connector.keys import Link
 from connector.pins import Pins
 from connector.requests import RequestState
 from connector.shared import Shared
+from connector.stats import Cause
 from kvstore.core import Geometry, Key, limits
 
 
@@ -24,7 +25,13 @@ class Item:
     blocks: tuple[int, ...]
     size_bytes: int
     cold: bool
+    request: str
     over: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """How many it is of."""
+        return self.link.stop - self.link.start
 
 
 class Offers:
@@ -65,7 +72,7 @@ class Offers:
         """The links that end within the first `stop` tokens, as far as references can be taken."""
         while items_max > 0 and (link := state.next_link) is not None and link.stop <= stop:
             if link.key not in self.placed and self._known.node_of(link.key) is None:
-                item = self._item(link, table, cold=link.tail or state.hints.save_cold)
+                item = self._item(state, link, table)
                 if item is None:
                     return
                 items_max -= 1
@@ -83,11 +90,11 @@ class Offers:
         if state.growth is not None and (end := state.growth.end(stop)) is not None:
             state.grown.append(end)
         yield from self._up_to(state, stop, table, limits.BATCH_KEYS_MAX)
-        left = len(state.links or ()) + len(state.grown) - state.offered
-        if left > 0:
-            self._stats.drop("saves under way hold as many KV blocks as pinned_share allows", left)
+        if left := [*(state.links or ()), *state.grown][state.offered :]:
+            tokens = [link.stop - link.start for link in left]
+            self._stats.drop(Cause.PINNED_SHARE, tokens, state.request_id)
 
-    def _item(self, link: Link, table: Sequence[int], *, cold: bool) -> Item | None:
+    def _item(self, state: RequestState, link: Link, table: Sequence[int]) -> Item | None:
         """The link with references on its blocks; None beyond their bound."""
         assert self.geometry is not None
         size = self._shared.block_tokens
@@ -95,7 +102,8 @@ class Offers:
         if not self.pins.take(blocks):
             return None
         self.placed[link.key] = ""
-        return Item(link, blocks, self.geometry.object_bytes(link.stop - link.start), cold)
+        size_bytes = self.geometry.object_bytes(link.stop - link.start)
+        return Item(link, blocks, size_bytes, link.tail or state.hints.save_cold, state.request_id)
 
     def let_go(self, item: Item, *, stored_at: str | None = None) -> None:
         """Ends an item: gives its references back, once."""
@@ -111,7 +119,7 @@ class Offers:
         """These are not saved."""
         ended = [item for item in items if not item.over]
         if ended:
-            self._stats.drop(cause, len(ended))
+            self._stats.drop(cause, [item.tokens for item in ended], ended[0].request)
         for item in ended:
             self.let_go(item)
 

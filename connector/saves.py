@@ -22,6 +22,7 @@ from connector.metadata import SaveJob, SaveObject, SaveReport
 from connector.offers import Item, Offers
 from connector.requests import RequestState
 from connector.shared import Shared
+from connector.stats import Cause, refused
 from kvstore.client import NodeAddress
 from kvstore.core import Key, MissReason
 
@@ -51,7 +52,7 @@ class _Save:
 @dataclass(slots=True)
 class _Commit:
     node: str
-    keys: list[Key]
+    items: list[Item]
     answers: "Future[Sequence[bool]]"
 
 
@@ -134,7 +135,7 @@ class Saves:
 
     def _granted(self, batch: _Batch) -> Iterator[SaveJob]:
         if batch.answers.exception() is not None:
-            self.offers.drop(batch.items, "no node answered the reservation")
+            self.offers.drop(batch.items, Cause.NODE_DOWN)
             return
         by_node: dict[tuple[bytes, bytes], list[tuple[Item, Grant]]] = {}
         void: list[tuple[Item, Grant]] = []
@@ -148,7 +149,7 @@ class Saves:
             self._control.abort([grant for _, grant in void], quiet=True)
         for granted in by_node.values():
             if not self._shared.paths.allows(granted[0][1].node):
-                self._hand_back(granted, f"refused: {MissReason.BREAKER_OPEN}")
+                self._hand_back(granted, refused(MissReason.BREAKER_OPEN))
             elif (job := self._start(granted, batch)) is not None:
                 yield job
 
@@ -156,13 +157,13 @@ class Saves:
         node = answer.node.node.hex() if answer.node is not None else ""
         self.offers.let_go(item, stored_at=node if answer.stored else None)
         if not answer.stored:
-            self._stats.drop(f"refused: {answer.reason}" if answer.reason else "another engine is saving it")
+            self._stats.drop(refused(answer.reason), [item.tokens], item.request)
 
     def _start(self, granted: list[tuple[Item, Grant]], batch: _Batch) -> SaveJob | None:
         node = granted[0][1].node
         deadline_s = batch.ends_s - self._clock() - MARGIN_S
         if deadline_s <= 0:
-            self._hand_back(granted, "the reservation ran out before it could be used")
+            self._hand_back(granted, Cause.RESERVATION_EXPIRED)
             return None
         job, self._next_job = self._next_job, self._next_job + 1
         self._jobs[job] = _Save(node, granted, batch.ends_s)
@@ -194,26 +195,28 @@ class Saves:
 
     def _settle(self, save: _Save) -> None:
         self._learn(save)
+        self._stats.written(save.reports)
         commits: list[tuple[Grant, bytes]] = []
-        keys: list[Key] = []
-        aborts: list[Grant] = []
+        whole: list[Item] = []
+        broken: list[tuple[Item, Grant]] = []
         for position, (item, grant) in enumerate(save.items):
             if item.over:
                 continue
             table = self._table(save, position)
             if table is None:
-                aborts.append(grant)
+                broken.append((item, grant))
             else:
                 commits.append((grant, table))
-                keys.append(item.link.key)
+                whole.append(item)
         if commits:
-            self._commits.append(_Commit(save.node.node.hex(), keys, self._control.commit(commits)))
-        if aborts:
-            self._control.abort(aborts, quiet=all(report.quiet for report in save.reports))
-            self._stats.drop("its bytes could not be written", len(aborts))
+            self._commits.append(_Commit(save.node.node.hex(), whole, self._control.commit(commits)))
+        if broken:
+            quiet = all(report.quiet for report in save.reports)
+            self._control.abort([grant for _, grant in broken], quiet=quiet)
+            self.offers.drop([item for item, _ in broken], Cause.NOT_WRITTEN)
         for item, _ in save.items:
             self.offers.let_go(item)
-        self.offers.placed.update(dict.fromkeys(keys, save.node.node.hex()))
+        self.offers.placed.update({item.link.key: save.node.node.hex() for item in whole})
 
     def _learn(self, save: _Save) -> None:
         """Whether the node could be written to. Ranks that write nothing know nothing."""
@@ -246,19 +249,18 @@ class Saves:
         """Takes the answers to commits, and gives up on ranks that do not report."""
         now = self._clock()
         for job in [job for job, save in self._jobs.items() if now > save.ends_s + LATE_S]:
-            self._give_up(self._jobs.pop(job), "a worker did not report in time")
+            self._give_up(self._jobs.pop(job), Cause.NO_REPORT)
         for commit in [c for c in self._commits if c.answers.done()]:
             self._commits.remove(commit)
-            answers = (
-                commit.answers.result() if commit.answers.exception() is None else [False] * len(commit.keys)
-            )
-            for key, committed in zip(commit.keys, answers, strict=True):
-                self.offers.placed.pop(key, None)
+            answered = commit.answers.exception() is None
+            answers = commit.answers.result() if answered else [False] * len(commit.items)
+            for item, committed in zip(commit.items, answers, strict=True):
+                self.offers.placed.pop(item.link.key, None)
                 if committed:
-                    self._known.add(key, commit.node)
-                    self._stats.committed_objects += 1
+                    self._known.add(item.link.key, commit.node)
+                    self._stats.committed(item.tokens)
                 else:
-                    self._stats.drop("its commit was not accepted or not answered")
+                    self._stats.drop(Cause.NOT_COMMITTED, [item.tokens], item.request)
 
     def give_up_all(self, cause: str) -> None:
         """Ends everything that is not at its commit; all references go at once."""
@@ -280,7 +282,7 @@ class Saves:
         Under MultiConnector another connector may say so of what it brought, after the step that used it.
         """
         if keys := self.offers.roll_back(state):
-            cause = "its KV turned out to be invalid"
+            cause = Cause.INVALID
             for save in self._jobs.values():
                 self._give_up(save, cause, keys)
             for batch in self._batches:

@@ -27,11 +27,10 @@ from connector.requests import Ask, RequestState
 from connector.saves import Saves
 from connector.session import Session
 from connector.shared import Shared
+from connector.stats import Cause
 from kvstore.core import BadConfiguration, MissReason, Namespace
 
 log = logger(__name__)
-
-_BREAKER_OPEN = "internal errors have switched the store off"
 
 
 class SchedulerHalf:
@@ -147,7 +146,8 @@ class SchedulerHalf:
         note = read_note(state.request.kv_transfer_params, namespace, state.links, own_format)
         if isinstance(note, Ignored):
             self.shared.stats.say_once(
-                f"hand-off {note.kind}", f"a hand-off is ignored, {note.line}; later ones silently"
+                f"hand-off {note.kind}",
+                f"request {state.request_id}: its hand-off is ignored, {note.line}; later ones silently",
             )
             state.foreign = note.reason
         else:
@@ -214,11 +214,13 @@ class SchedulerHalf:
     @harmless(lambda: None)
     def _tick(self) -> None:
         if self.breaker.open:
-            self.saves.give_up_all(_BREAKER_OPEN)
+            self.saves.give_up_all(Cause.INTERNAL_ERRORS)
         self.session.tick()
         self.shared.leases.tick()
         self.loads.tick()
         self.saves.tick()
+        for stage, seconds in self.shared.control.take_timings():
+            self.shared.stats.fresh.observe(stage, seconds)
         if lines := self.shared.stats.take_lines():
             self.shared.control.report(lines)
 
@@ -278,7 +280,7 @@ class SchedulerHalf:
     def has_pending_push_work(self) -> bool:
         """Whether an engine without requests must go on stepping, so that saves come to their end."""
         if self.breaker.open:  # no step may come that would end them, and their blocks must not stay taken
-            self.saves.give_up_all(_BREAKER_OPEN)
+            self.saves.give_up_all(Cause.INTERNAL_ERRORS)
             return False
         return self.saves.pending
 
@@ -303,7 +305,7 @@ class SchedulerHalf:
         for state in self.states.values():
             self.asks.close(state.ask)
             state.void(self.shared.epoch)
-        empty = self.saves.leave_no_block("the engine's cache was reset")
+        empty = self.saves.leave_no_block(Cause.RESET)
         if not empty and self.session.unsupported is None:
             log.warning(
                 "the reset left KV blocks of running requests: this engine neither saves nor loads KV until its "

@@ -250,7 +250,7 @@ class FakeControl:
         self.node.calls.append("release cold" if cold else "release")
         self.node.in_dram -= set(self.node.leases.pop(promise.handle, ()))
 
-    def suspect(self, promise: Promise, promised: Promised) -> None:
+    def suspect(self, promise: Promise, promised: Promised, request: str) -> None:
         assert promised.key in self.node.leases[promise.handle], "a suspect must still be leased"
         assert promised.generation == self.node.objects[promised.key].generation, "of the copy that was read"
         self.suspects.append(promised.key)
@@ -293,6 +293,9 @@ class FakeControl:
 
     def report(self, lines: Sequence[ReportLine]) -> None:
         self.lines.extend(lines)
+
+    def take_timings(self) -> list[tuple[str, float]]:
+        return []
 
     def close(self) -> None:
         self.closed = True
@@ -536,6 +539,7 @@ class Engine:
         self.tokens: dict[str, list[int]] = {}
         self.model_tokens: dict[str, list[int]] = {}
         self.params: dict[str, Any] = {}
+        self.sent_stats: list[dict[str, Any]] = []  # to the frontend, of the connector
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._ahead = ahead
         if shake_hands:
@@ -626,6 +630,8 @@ class Engine:
 
     def _settle(self) -> None:
         for outputs in self.scheduler.update_from_output(*self._in_flight.popleft()).values():
+            if outputs.scheduler_stats and outputs.scheduler_stats.kv_connector_stats:
+                self.sent_stats.append(outputs.scheduler_stats.kv_connector_stats)
             for one in outputs.outputs:
                 self.tokens[one.request_id] += one.new_token_ids
                 if one.kv_transfer_params:

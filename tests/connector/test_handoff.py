@@ -159,7 +159,7 @@ def test_a_hand_off_between_different_models_is_said_and_makes_nobody_wait(node,
     assert decode.step().num_scheduled_tokens
     decode.submit("e", TEXT, params=params)
     assert decode.step().num_scheduled_tokens
-    assert caplog_vllm.text.count("a hand-off is ignored, it comes from another namespace: '") == 1
+    assert caplog_vllm.text.count("its hand-off is ignored, it comes from another namespace: '") == 1
     assert "weights or model configuration differ; later ones silently" in caplog_vllm.text
     decode.run()
     assert decode.half.shared.stats.misses == {MissReason.MANIFEST_DIFFERS: 1}  # e has all from d

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from deploy.demo.engine import Answer, Engine, Prompt
+import httpx
+
+from deploy.demo.engine import MODEL_NAME, Answer, Engine, Prompt
 from deploy.demo.node import Node
 from tests.support import free_port, wait_until
 
@@ -65,6 +67,19 @@ def ask(engine: Engine, prompt: Prompt, max_tokens: int, **more: Any) -> Asked:
     after = external(engine)
     waited_s = engine.metric(WAITED) - waited_s
     return Asked(answer, after[0] - before[0], after[1] - before[1], waited_s, took_s)
+
+
+def complete_ids(
+    engine: Engine, prompt: str | list[int], max_tokens: int, salt: str | None = None
+) -> tuple[list[int], list[int]]:
+    """One greedy completion, in token ids: those of the prompt and those of the answer."""
+    body: dict[str, Any] = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens}
+    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    reply = httpx.post(
+        f"{engine.url}/v1/completions", json=body | ({"cache_salt": salt} if salt else {}), timeout=300
+    )
+    [choice] = reply.raise_for_status().json()["choices"]
+    return choice["prompt_token_ids"], choice["token_ids"]
 
 
 def external(engine: Engine) -> tuple[int, int]:

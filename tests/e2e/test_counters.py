@@ -22,7 +22,7 @@ from deploy.demo.engine import Engine
 from deploy.demo.node import Node
 from kvstore.client import KVStore, Resident
 from kvstore.core import Key, Namespace, limits
-from tests.e2e.support import external, prompt_text, transfer_config, wait_for_nothing_held
+from tests.e2e.support import complete_ids, external, prompt_text, transfer_config, wait_for_nothing_held
 from tests.faults.support import ArenaWindow, extents_of
 from tests.faults.support import Engine as Reader
 from tests.support import free_port, wait_until
@@ -30,6 +30,8 @@ from tests.support import free_port, wait_until
 pytestmark = pytest.mark.e2e
 
 GENERATED_TOKENS = 4
+CHUNK_TOKENS = 256
+ANSWER_TOKENS = 270
 OPENING_CHARACTERS, TURN_CHARACTERS, TURNS = 1_400, 500, 3
 AT_ONCE = 4
 GIVEN_UP_SHARE = 0.15
@@ -50,6 +52,7 @@ class Talk:
 
     def compute_answers(self, text: str, conversations: int) -> None:
         """Each conversation, turn by turn, under a salt of its own: nothing of it is found in the store."""
+        before = self.pulled()
         for number in range(conversations):
             start = number * len(text) // conversations
             prompt = text[start : start + OPENING_CHARACTERS]
@@ -59,7 +62,7 @@ class Talk:
                 self.prompts.append(prompt)
                 self.answers.append(answer)
                 prompt += answer + text[start + turn * TURN_CHARACTERS :][:TURN_CHARACTERS]
-        assert self.pulled() == 0, "the baseline was computed"
+        assert self.pulled() == before, "the baseline was computed"
 
     def pulled(self) -> int:
         """Prompt tokens that vLLM says it was given."""
@@ -115,14 +118,34 @@ def talk(model_path: Path, tmp_path: Path) -> Iterator[Talk]:
         node = Node(free_port(), free_port(), tmp_path)
         exits.callback(node.stop)
         node.wait_ready()
-        config = transfer_config(node.control)
+        config = transfer_config(node.control, write_back=True)
         engine = Engine("engine", model_path, free_port(), tmp_path, store=config)
         exits.callback(engine.stop)
         engine.wait_ready()
         yield Talk(engine, node, random.Random(3))
 
 
+def assert_the_next_turn_pulls_the_answer(talk: Talk, text: str) -> None:
+    """Nothing but what the user has added, and the chunk that the answer has left unfinished, is computed again."""
+    chunks = talk.node.gauge("kvstore_objects", tier="dram")
+    prompt, answer = complete_ids(talk.engine, text[:1_120], ANSWER_TOKENS)
+    turn = [*prompt, *answer, *complete_ids(talk.engine, "What came next?", 1)[0]]
+    whole = (len(prompt) + ANSWER_TOKENS - 1) // CHUNK_TOKENS
+    assert len(prompt) <= (whole - 1) * CHUNK_TOKENS, "there is no chunk of generated tokens alone"
+    wait_until(
+        lambda: talk.node.gauge("kvstore_objects", tier="dram") >= chunks + whole,
+        30,
+        "the answer to be saved",
+    )
+    _, alone = complete_ids(talk.engine, turn, GENERATED_TOKENS, salt="alone")
+    talk.engine.forget_local_prefixes()
+    before = talk.pulled()
+    assert complete_ids(talk.engine, turn, GENERATED_TOKENS)[1] == alone
+    assert talk.pulled() - before == whole * CHUNK_TOKENS
+
+
 def test_what_is_counted_is_the_same_everywhere_and_nothing_is_left(talk: Talk, repository: Path) -> None:
+    assert_the_next_turn_pulls_the_answer(talk, prompt_text(repository, "tides"))
     talk.compute_answers(prompt_text(repository, "canal"), 4)
     before = talk.counted()
     talk.ask_many(40)
