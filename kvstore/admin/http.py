@@ -101,7 +101,8 @@ class HttpServer:
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         """Unknown paths, missing tokens, wrong methods."""
-        route = self._routes.get(request.path)
+        resource = request.match_info.route.resource
+        route = self._routes.get(resource.canonical if resource else request.path)
         if route is None:
             known = {path: known.meaning for path, known in self._routes.items()}
             return failure(404, f"no such path: {request.path}", routes=known)

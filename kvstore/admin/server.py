@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -12,13 +12,18 @@ from kvstore.admin.http import HttpServer, Route, answer, failure
 from kvstore.admin.metrics import registry_of
 from kvstore.admin.plain import plain
 from kvstore.admin.view import ObjectsPage, View
+from kvstore.core import limits
+from kvstore.store import ReportLog
 
 HEALTHY_LAG_S = 5.0
-OBJECTS_DEADLINE_S = 2.0
+CONTROL_DEADLINE_S = 2.0
 OBJECTS_PER_PAGE_MAX = 1_000
 
 AskObjects = Callable[[int, int], Coroutine[Any, Any, ObjectsPage]]
 """(at most so many, cursor) to a page; runs on the control loop."""
+AskReports = Callable[[], Coroutine[Any, Any, ReportLog]]
+"""To what is remembered of reports; runs on the control loop."""
+T = TypeVar("T")
 
 
 class AdminServer:
@@ -29,11 +34,20 @@ class AdminServer:
         token: what requests other than probes must bear; empty: nothing.
         first: the view to show until `publish` brings another.
         objects: lists objects, on the control loop.
+        reports: what engines have reported, on the control loop.
     """
 
-    def __init__(self, listen: tuple[str, int], token: bytes, first: View, objects: AskObjects) -> None:
+    def __init__(
+        self,
+        listen: tuple[str, int],
+        token: bytes,
+        first: View,
+        objects: AskObjects,
+        reports: AskReports,
+    ) -> None:
         self._view = first
         self._objects = objects
+        self._reports = reports
         self._control_loop: asyncio.AbstractEventLoop | None = None
         self._ready = False
         self._registry = registry_of(lambda: self._view)
@@ -43,6 +57,7 @@ class AdminServer:
             Route("/metrics", "counts and gauges for Prometheus", self._metrics),
             Route("/v1/stats", "the same and more, as JSON", self._stats),
             Route("/v1/objects", "what is stored, in pages: ?limit=100&cursor=0", self._list),
+            Route("/v1/requests/{id}", "what engines have reported of one of their requests", self._request),
         )
         self._http = HttpServer(listen, token, self.routes)
 
@@ -96,10 +111,29 @@ class AdminServer:
             return failure(400, f"unknown parameter {min(unknown)!r}; known are limit, cursor")
         if not 1 <= limit <= OBJECTS_PER_PAGE_MAX or cursor < 0:
             return failure(400, f"limit is from 1 to {OBJECTS_PER_PAGE_MAX}, cursor from 0")
+        return answer(plain(await self._of_control(self._objects(limit, cursor))))
+
+    async def _request(self, request: web.Request) -> web.Response:
+        """The looking through is done here, on this thread."""
+        name = request.match_info["id"]
+        found = (await self._of_control(self._reports())).of(name)
+        if not found:
+            kept = limits.REPORTS_REMEMBERED_MAX
+            return failure(
+                404, f"no engine has reported a request {name!r} here, of the last {kept} there were"
+            )
+        return answer({"reports": plain(found)})
+
+    async def _of_control(self, asked: Coroutine[Any, Any, T]) -> T:
+        """What only the control loop can tell.
+
+        Raises:
+            web.HTTPServiceUnavailable: it did not, in time.
+        """
         assert self._control_loop is not None, "asked before it was started"
-        asked = asyncio.run_coroutine_threadsafe(self._objects(limit, cursor), self._control_loop)
+        told = asyncio.run_coroutine_threadsafe(asked, self._control_loop)
         try:
-            page = await asyncio.wait_for(asyncio.wrap_future(asked), OBJECTS_DEADLINE_S)
+            return await asyncio.wait_for(asyncio.wrap_future(told), CONTROL_DEADLINE_S)
         except TimeoutError:
-            return failure(503, f"the control loop did not answer within {OBJECTS_DEADLINE_S:.0f} s")
-        return answer(plain(page))
+            text = f"the control loop did not answer within {CONTROL_DEADLINE_S:.0f} s"
+            raise web.HTTPServiceUnavailable(text=text) from None

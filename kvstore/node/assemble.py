@@ -35,7 +35,7 @@ from kvstore.node.settings import join_address, split_address, without_password
 from kvstore.node.sharing import share_arena
 from kvstore.policy import PrefixLru
 from kvstore.server import ControlServer
-from kvstore.store import Mover
+from kvstore.store import Mover, ReportLog
 from kvstore.tiers import Arena, NvmeTier
 from kvstore.transfer import ArenaSocket, MooncakeTransfer
 from kvstore.wire import BootId, NodeId, Welcome
@@ -165,7 +165,7 @@ class _Assembly:
         return control
 
     def _start_admin(self) -> tuple[AdminServer, str]:
-        admin = AdminServer(self._admin_listen, self._token, self._view(), self._objects)
+        admin = AdminServer(self._admin_listen, self._token, self._view(), self._objects, self._reports)
         address = join_address(*admin.start())
         # In a thread: a listing under way still wants an answer of this loop.
         self._stack.push_async_callback(asyncio.to_thread, admin.stop)
@@ -206,6 +206,9 @@ class _Assembly:
     async def _objects(self, limit: int, cursor: int) -> ObjectsPage:
         objects, following = self._store.objects(limit, cursor)
         return ObjectsPage(objects=objects, cursor=following)
+
+    async def _reports(self) -> ReportLog:
+        return self._store.reports()
 
     def _publish_view(self) -> None:
         self._admin.publish(self._view())

@@ -46,6 +46,10 @@ class Recent(Generic[_K, _V]):
         if len(self._entries) > self._entries_max:
             self._entries.popitem(last=False)
 
+    def items(self) -> list[tuple[_K, _V]]:
+        """All entries, those set last at the end."""
+        return list(self._entries.items())
+
     def discard(self, key: _K) -> None:
         """Forgets an entry."""
         self._entries.pop(key, None)

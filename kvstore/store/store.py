@@ -29,9 +29,10 @@ from kvstore.core import BadRequest, Key, MissReason, Namespace, State, Tier, li
 from kvstore.policy import Policy
 from kvstore.store.clients import Clients
 from kvstore.store.leases import Leases
-from kvstore.store.listing import Listing, Recent
+from kvstore.store.listing import Listing
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.reading import Check, Reading
+from kvstore.store.reports import ReportLog, Reports
 from kvstore.store.snapshot import ObjectView, Snapshot, TierUse
 from kvstore.store.writing import Writing
 from kvstore.wire import (
@@ -83,7 +84,7 @@ class Store:
         self._leases = Leases(self._clients, self._listing.dram.unpinned)
         self._writing = Writing(self._listing, self._clients, self._leases, random_bytes, hold_s)
         self._reading = Reading(self._listing, self._clients, self._leases)
-        self._reported: Recent[tuple[ClientId, str], None] = Recent(limits.REPORTS_REMEMBERED_MAX)
+        self._reports = Reports(self._listing.totals, clock)
 
     # --- writers ------------------------------------------------------------------------------------
 
@@ -224,31 +225,12 @@ class Store:
     # --- administration -----------------------------------------------------------------------------
 
     def report(self, client: ClientId, request: Report) -> None:
-        """Counts tokens, once for each engine request. Every token that was queried is a hit or a miss.
+        """See `Reports.take`."""
+        self._reports.take(client, request)
 
-        Missed tokens without a reason are `too_short`: all that could be stored was pulled, and the rest of the
-        prompt is less than an engine block.
-
-        Raises:
-            BadRequest: numbers that cannot be.
-        """
-        totals = self._listing.totals
-        for item in request.items:
-            if not 0 <= item.pulled_tokens <= item.queried_tokens or item.promised_tokens < 0:
-                raise BadRequest(
-                    f"request {item.request!r} reports {item.pulled_tokens} tokens pulled of {item.queried_tokens}"
-                )
-            if (client, item.request) in self._reported:
-                continue
-            self._reported.set((client, item.request), None)
-            totals.reports += 1
-            totals.queried_tokens += item.queried_tokens
-            totals.promised_tokens += item.promised_tokens
-            totals.hit_tokens += item.pulled_tokens
-            missed_tokens = item.queried_tokens - item.pulled_tokens
-            reason = item.reason or MissReason.TOO_SHORT
-            if missed_tokens:
-                totals.missed_tokens[reason] = totals.missed_tokens.get(reason, 0) + missed_tokens
+    def reports(self) -> ReportLog:
+        """What engines have reported of their last requests, the oldest first."""
+        return self._reports.log()
 
     def drop(self, client: ClientId, request: Drop) -> None:
         """Forgets stored objects; a leased copy goes when its lease ends. What is being filled is left alone.

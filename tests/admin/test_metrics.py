@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstore.admin import AdminServer, Histogram, ObjectsPage
 from kvstore.admin.metrics import registry_of
 from kvstore.core import MissReason
+from kvstore.store import ReportLog
 from tests.admin.views import a_view, motion
 
 
@@ -58,6 +59,9 @@ def test_a_frozen_histogram_does_not_change() -> None:
 
 
 def test_every_metric_is_described_in_the_manual(repository: Path) -> None:
+    async def no_reports() -> ReportLog:
+        return ReportLog(0.0, [])
+
     page = (repository / "docs/OPERATING.md").read_text()
     described = re.findall(r"^\| `(kvstore_\w+)` \| (\w+) \| ([\w, ]*) \| (.+) \|$", page, re.MULTILINE)
     assert described == [
@@ -76,6 +80,6 @@ def test_every_endpoint_is_described_in_the_manual(repository: Path) -> None:
         return ObjectsPage(objects=(), cursor=None)
 
     page = (repository / "docs/OPERATING.md").read_text()
-    described = re.findall(r"^\| `(/[\w/]+)` \| (.+) \|$", page, re.MULTILINE)
-    server = AdminServer(("127.0.0.1", 0), b"", a_view(), nothing)
+    described = re.findall(r"^\| `(/[\w/{}]+)` \| (.+) \|$", page, re.MULTILINE)
+    server = AdminServer(("127.0.0.1", 0), b"", a_view(), nothing, no_reports)
     assert described == [(route.path, route.meaning) for route in server.routes]

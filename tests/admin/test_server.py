@@ -12,8 +12,9 @@ import pytest
 
 from kvstore.admin import AdminServer, ObjectsPage
 from kvstore.admin import server as admin_server
-from kvstore.core import Tier
-from kvstore.store import ObjectView
+from kvstore.core import MissReason, Tier
+from kvstore.store import ObjectView, ReportLog
+from kvstore.wire import ClientId, ReportItem
 from tests.admin.views import a_view
 
 OBJECTS = tuple(
@@ -37,10 +38,26 @@ async def listing(limit: int, cursor: int) -> ObjectsPage:
     )
 
 
+def report(request: str, reason: MissReason | None = None) -> ReportItem:
+    return ReportItem(
+        request=request, queried_tokens=700, promised_tokens=512, pulled_tokens=256, reason=reason
+    )
+
+
+async def reported() -> ReportLog:
+    prefill, decode = ClientId(b"p" * 16), ClientId(b"d" * 16)
+    ids = {"cmpl-7-0-ab": prefill, "cmpl-7-0-cd": decode, "cmpl-77-0-ef": decode, "a/b": decode}
+    return ReportLog(
+        100.0, [((client, name), (90.0, report(name, MissReason.BAD_COPY))) for name, client in ids.items()]
+    )
+
+
 @asynccontextmanager
-async def serving(objects=listing, **changes: Any) -> AsyncIterator[tuple[AdminServer, Any]]:
+async def serving(
+    objects=listing, reports=reported, **changes: Any
+) -> AsyncIterator[tuple[AdminServer, Any]]:
     """An AdminServer, and (path) -> (status, text) that leaves the loop free."""
-    server = AdminServer(("127.0.0.1", 0), b"", a_view(**changes), objects)
+    server = AdminServer(("127.0.0.1", 0), b"", a_view(**changes), objects, reports)
     host, port = server.start()
     server.ready(True)
 
@@ -123,7 +140,7 @@ async def test_a_listing_that_cannot_be_is_refused(query, says) -> None:
 
 
 async def test_a_control_loop_that_does_not_answer_costs_a_deadline(monkeypatch) -> None:
-    monkeypatch.setattr(admin_server, "OBJECTS_DEADLINE_S", 0.05)
+    monkeypatch.setattr(admin_server, "CONTROL_DEADLINE_S", 0.05)
     cancelled = asyncio.Event()
 
     async def stuck(limit: int, cursor: int) -> ObjectsPage:
@@ -138,3 +155,36 @@ async def test_a_control_loop_that_does_not_answer_costs_a_deadline(monkeypatch)
         assert "did not answer" in text
         await asyncio.wait_for(cancelled.wait(), 5)
         assert (await get("/healthz"))[0] == 200
+
+
+async def test_a_request_is_found_by_the_id_of_its_response() -> None:
+    """Mutant: any id that begins like it."""
+    async with serving() as (_, get):
+        status, text = await get("/v1/requests/cmpl-7")
+        assert status == 200
+        found = json.loads(text)["reports"]
+        assert [each["request"] for each in found] == ["cmpl-7-0-ab", "cmpl-7-0-cd"]
+        assert found[1] == {
+            "request": "cmpl-7-0-cd",
+            "client": "64" * 16,
+            "age_s": 10.0,
+            "queried": 700,
+            "promised": 512,
+            "pulled": 256,
+            "missed": 444,
+            "reason": "bad_copy",
+        }
+        assert (await get("/v1/requests/a%2Fb"))[0] == 200
+        status, text = await get("/v1/requests/cmpl-8")
+        assert status == 404 and "no engine has reported a request 'cmpl-8' here" in text
+        assert (await get("/v1/requests"))[0] == 404
+
+
+async def test_a_report_without_a_miss_has_no_reason() -> None:
+    async def whole() -> ReportLog:
+        item = ReportItem(request="r", queried_tokens=5, promised_tokens=5, pulled_tokens=5)
+        return ReportLog(1.0, [((ClientId(b"c" * 16), "r"), (1.0, item))])
+
+    async with serving(reports=whole) as (_, get):
+        [found] = json.loads((await get("/v1/requests/r"))[1])["reports"]
+        assert (found["missed"], found["reason"]) == (0, None)

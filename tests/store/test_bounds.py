@@ -364,3 +364,15 @@ def test_a_snapshot_says_what_is_held_now() -> None:
         leased_pages=CHUNK_PAGES,
     )
     assert repr(world.store) == "<Store 2 objects, 48/60 pages free>"
+
+
+def test_reports_are_remembered_for_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "REPORTS_REMEMBERED_MAX", 3)
+    world = World()
+    for number in range(5):
+        report(world, f"r{number}", 1000, 600, MissReason.EVICTED)
+    log = world.store.reports()
+    assert [name for (_, name), _ in log.entries] == ["r2", "r3", "r4"]
+    assert log.of("r1") == []
+    [view] = log.of("r4")
+    assert (view.client, view.queried, view.pulled, view.missed) == (ANN.hex(), 1000, 600, 400)
