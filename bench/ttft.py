@@ -1,10 +1,11 @@
 """Time to first token of prompts of 500 to 8,000 tokens, by where their KV comes from.
 
-cold: computed. pulled: from the node's memory, over Mooncake on loopback TCP. local: from the engine's own prefix
-cache. One engine is asked all of it, in turns; the prompts were pushed by another engine, which is gone. A Llama with
-random weights in fp32, because it must take 8,000 tokens and cold runs must end; 12 KiB of KV per token. What a hit
-leaves, less than an engine block of 128 tokens, is computed in all of them. The breakdown is of the engine's own
-connector, with a stopwatch (`bench/_timed.py`). The first hit of the engine's life is shown by itself.
+cold: computed. pulled: from the node's memory, over Mooncake on loopback TCP. shm: from memory that the engine shares
+with the node. local: from the engine's own prefix cache. All in turns, by one engine (shm: by another of its kind);
+the prompts were pushed by a third, which is gone. A Llama with random weights in fp32, because it must take 8,000
+tokens and cold runs must end; 12 KiB of KV per token. What a hit leaves, less than an engine block of 128 tokens, is
+computed in all of them. The breakdown is of the engine's own connector, with a stopwatch (`bench/_timed.py`). The
+first request of the engine's life is a hit, and shown by itself.
 
     python bench/ttft.py [--full] [--json]
 """
@@ -13,11 +14,12 @@ import json
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from bench._harness import Report, Samples, Wrong, interleave, parse_arguments, run
 from bench._timed import STAGES
@@ -48,10 +50,10 @@ def whole_blocks(length: int) -> int:
 
 
 class Bench:
-    """The engine, and what is asked of it. `firsts` are the answers' first tokens: they must all agree."""
+    """An engine, and what is asked of it: all answers to a prompt must agree."""
 
     def __init__(self, engine: Engine, stages: Path) -> None:
-        self._engine = engine
+        self.engine = engine
         self._stages = stages
         self._salts = count()
         self._said: dict[int, str] = {}
@@ -61,7 +63,7 @@ class Bench:
         return self._ask(length, pulled=0, local=0, salt=f"cold {next(self._salts)}").first_token_s
 
     def pulled(self, length: int) -> float:
-        self._engine.forget_local_prefixes()
+        self.engine.forget_local_prefixes()
         self._stages.write_text("")
         answer = self._ask(length, pulled=whole_blocks(length), local=0)
         sums: dict[str, float] = defaultdict(float)
@@ -78,7 +80,7 @@ class Bench:
         return self._ask(length, pulled=0, local=whole_blocks(length)).first_token_s
 
     def _ask(self, length: int, *, pulled: int, local: int, salt: str | None = None) -> Answer:
-        answer = self._engine.ask(prompt_of(length), 1, salt=salt)
+        answer = self.engine.ask(prompt_of(length), 1, salt=salt)
         if (answer.pulled, answer.local) != (pulled, local):
             raise Wrong(
                 f"{length} tokens: {answer.pulled} pulled, {answer.local} local, not {pulled}, {local}"
@@ -107,44 +109,50 @@ def push_all(stack: ExitStack, node: Node, logs: Path) -> None:
     writer.stop()
 
 
-def timed_config(node: Node) -> str:
-    """The node's line, with the stopwatch, for an engine that only loads."""
+def start_reader(stack: ExitStack, node: Node, logs: Path, transfer: str) -> "Bench":
+    """An engine that only loads, with a stopwatch. Not ready yet."""
     config = json.loads(node.transfer_config)
     config |= {"kv_connector": "TimedConnector", "kv_connector_module_path": "bench._timed"}
-    config["kv_connector_extra_config"]["save"] = False
-    return json.dumps(config)
+    config["kv_connector_extra_config"] |= {"save": False, "transfer": transfer}
+    stages = logs / f"stages-{transfer}"
+    os.environ["KVSTORE_BENCH_STAGES"] = str(stages)
+    engine = Engine(transfer, model(), free_port(), logs, store=json.dumps(config), flags=FLAGS)
+    stack.callback(engine.stop)
+    return Bench(engine, stages)
 
 
-def measure(stack: ExitStack, logs: Path, pairs: int) -> tuple[Bench, float, dict[int, dict[str, Samples]]]:
-    """The bench, the time of the first hit, and the samples by length and kind."""
+class Measured(NamedTuple):
+    """Seconds to the first token: the first hit of an engine's life, and samples by length and kind."""
+
+    first_s: float
+    samples: dict[int, dict[str, Samples]]
+
+
+def measure(stack: ExitStack, logs: Path, pairs: int) -> tuple[Measured, Bench, Bench]:
+    """What was measured, and the engines that moved bytes by Mooncake and by shared memory."""
+    os.environ["PYTHONPATH"] = (
+        f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"  # the engines' processes know bench/
+    )
     node = Node(free_port(), free_port(), logs)
     stack.callback(node.stop)
     node.wait_ready()
     push_all(stack, node, logs)
-    stages = logs / "stages"
-    os.environ["KVSTORE_BENCH_STAGES"] = str(stages)
-    os.environ["PYTHONPATH"] = (
-        f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"  # the engine's processes know bench/
-    )
-    engine = Engine("reader", model(), free_port(), logs, store=timed_config(node), flags=FLAGS)
-    stack.callback(engine.stop)
-    engine.wait_ready()
-    bench = Bench(engine, stages)
+    bench, beside = (start_reader(stack, node, logs, transfer) for transfer in ("mooncake", "shm"))
+    for each in (bench, beside):
+        each.engine.wait_ready()
     first_s = bench.pulled(2_000)  # nothing has woken the engine up
-    bench.breakdown.clear()
-    kinds: dict[str, Callable[[int], float]] = {
-        "pulled": bench.pulled,
-        "local": bench.local,
-        "cold": bench.cold,
-    }
-    asked = {(kind, length): ask for length in LENGTHS for kind, ask in kinds.items()}
-    measured = {f"{kind} {length}": (lambda a=ask, n=length: a(n)) for (kind, length), ask in asked.items()}
+    kinds = {"pulled": bench.pulled, "local": bench.local, "cold": bench.cold, "shm": beside.pulled}
+    measured = {f"{kind} {length}": partial(ask, length) for length in LENGTHS for kind, ask in kinds.items()}
     samples = interleave(measured, pairs)
-    return (
-        bench,
-        first_s,
-        {length: {kind: samples[f"{kind} {length}"] for kind in kinds} for length in LENGTHS},
-    )
+    by_length = {length: {kind: samples[f"{kind} {length}"] for kind in kinds} for length in LENGTHS}
+    return Measured(first_s, by_length), bench, beside
+
+
+def note_stages(report: Report, bench: Bench, name: str) -> None:
+    """Medians of the stages, the first round left out."""
+    for length, stages in bench.breakdown.items():
+        parts = ", ".join(f"{stage} {median(stages[stage][1:]) * 1e3:.1f}" for stage in STAGES)
+        report.note(f"{name} {length}, ms by stage: {parts}")
 
 
 def main() -> int:
@@ -153,19 +161,17 @@ def main() -> int:
     report = Report("Time to first token", "s")
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench, first_s, samples = measure(stack, logs, pairs)
-    ratios = {
-        length: report.row(f"{length} tokens", kinds, against=("pulled", "local"))
-        for length, kinds in samples.items()
-    }
-    report.aim("pulled_vs_local_2000", ratios[2_000], AIM, "x", at_most=True)
-    for length, stages in bench.breakdown.items():
-        parts = ", ".join(f"{stage} {median(stages[stage]) * 1e3:.1f}" for stage in STAGES)
-        report.note(f"pulled {length}, ms by stage: {parts}")
-    usual_s = samples[2_000]["pulled"].median
-    report.note(
-        f"the first hit of the engine's life, 2000 tokens: {first_s:.3f} s, later ones {usual_s:.3f} s"
-    )
+        (first_s, samples), bench, beside = measure(stack, logs, pairs)
+    for length, kinds in samples.items():
+        ratio = report.row(f"{length} tokens", kinds, against=("pulled", "local"))
+        if length == 2_000:
+            report.aim("pulled_vs_local_2000", ratio, AIM, "x", at_most=True)
+            report.aim(
+                "shm_vs_local_2000", kinds["shm"].median / kinds["local"].median, AIM, "x", at_most=True
+            )
+    note_stages(report, bench, "pulled")
+    note_stages(report, beside, "shm")
+    report.note(f"the first request of the engine's life, a hit of 2000 tokens: {first_s:.3f} s")
     return report.finish(arguments.json)
 
 

@@ -30,7 +30,7 @@ SPEED_UP_AIM = 3.0
 def run(stage: Stage) -> int:
     """All acts; the exit code."""
     cold, local = acts.baseline(stage)
-    node = Node(free_port(), free_port(), stage.logs)
+    node = Node(free_port(), free_port(), stage.logs, flags=acts.AS_BETWEEN_HOSTS)
     stage.exits.callback(node.stop)
     node.wait_ready()
     acts.push_and_die(stage, node)
