@@ -52,6 +52,7 @@ CLOCK_STEP_S_MAX = 1.0  # what the node's loop clock advances at most per readin
 
 # Shares of the arena
 LEASED_SHARE_MAX = 0.60
+LEASED_AND_PROMOTED_SHARE_MAX = 0.70  # what is promoted for a lease may go beyond the share of leases
 RESERVED_AND_HELD_SHARE_MAX = 0.30
 CLIENT_SHARE_WITH_OTHERS = 0.50
 OBJECTS_PER_CLIENT_MIN = 2  # a client may always hold this many objects of its namespace
@@ -61,6 +62,8 @@ LOW_WATER_SHARE = 0.05  # of the pages, kept free in the background
 # Slices of background work on the control loop
 EXPIRIES_PER_TICK_MAX = 1_024
 EVICTED_PAGES_PER_TICK_MAX = 256
+ADOPTED_PER_SLICE = 1_000  # objects that a device had when it was found
+PROMOTIONS_LOOKED_AT_MAX = 256  # of those that wait for room, whenever some comes
 
 # Bytes
 PAGE_BYTES_DEFAULT = MIB
@@ -78,7 +81,15 @@ NVME_IO_BYTES = MIB
 NVME_WRITING_BYTES_MAX = 512 * MIB  # of objects being written to one device
 NVME_COMMIT_RECORDS_MAX = 1_024  # in one group commit
 CATALOG_MAP_BYTES_MIN = 64 * MIB
-PROMOTE_DEADLINE_S_DEFAULT = 10.0  # of one object, from the moment that it has pages in DRAM
+NVME_LOW_WATER_SHARE = 0.02  # of the pages of all devices, kept free in the background
+SPILLING_SHARE_MAX = 0.10  # of the arena: being written to NVMe at once
+PROMOTING_SHARE_MAX = 0.25  # of the arena: being read from NVMe at once
+PROMOTIONS_WAITING_MAX = 65_536
+PROMOTE_BYTES_PER_S_FIRST = 1e9  # what a promotion is said to take before there was one
+PROMOTE_RATE_WEIGHT = 0.1  # of the last one in the running mean
+PROMOTE_DEADLINE_S_DEFAULT = 10.0  # to wait for room, and again for the device
+SPILLS_AT_ONCE = 8  # calls to a device; what waits behind them is in memory only
+PROMOTIONS_AT_ONCE = 16
 FLUSH_S_DEFAULT = 20.0  # of a node that stops
 
 # Index
@@ -96,6 +107,7 @@ LAST_NODES_KEPT_S = 60.0  # when all heartbeats vanish at once
 assert BATCH_KEYS_MAX * (KEY_BYTES + 256 * CHECKSUM_BYTES + 64) < FRAME_BYTES_MAX, (
     "a full batch of Commit or Acquire with 256 runs per object must fit into one frame"
 )
+assert LEASED_AND_PROMOTED_SHARE_MAX + RESERVED_AND_HELD_SHARE_MAX <= 1.0, "readers may not keep writers out"
 assert LEASED_SHARE_MAX + RESERVED_AND_HELD_SHARE_MAX < 1.0, "something must be left to evict"
 assert HEARTBEAT_S * 3 < HEARTBEAT_EXPIRY_S, "two lost heartbeats must not kill a node"
 assert INDEX_PASS_S * 2 < INDEX_EXPIRY_S, "an hourly pass that fails must not cost every entry"

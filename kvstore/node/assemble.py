@@ -1,6 +1,7 @@
 """Composition: the only file that knows all rooms.
 
     ControlServer -> Store -> Arena <- MooncakeTransfer (registers it), ArenaSocket (hands it out)
+                     Porter -> Arena, NvmeTier
     Heart -> Store.tick, views for AdminServer
     Publisher -> Index: the Redis of the fleet, or an embedded one
 
@@ -35,8 +36,8 @@ from kvstore.node.settings import join_address, split_address, without_password
 from kvstore.node.sharing import share_arena
 from kvstore.policy import PrefixLru
 from kvstore.server import ControlServer
-from kvstore.store import Mover, ReportLog
-from kvstore.tiers import Arena, NvmeTier
+from kvstore.store import Mover, Porter, ReportLog, SpillMode, Tiering
+from kvstore.tiers import Arena, NvmeDevice
 from kvstore.transfer import ArenaSocket, MooncakeTransfer
 from kvstore.wire import BootId, NodeId, Welcome
 
@@ -83,7 +84,7 @@ class _Assembly:
         self._arena = await self._map_arena()
         self._transfer = self._register_arena()
         self._shared = self._share_arena()
-        self._nvme = await self._mount_devices()
+        self._nvme = make_tier(self._config, self._on_found)
         manifests = Manifests(index)
         self._store = MeteredStore(
             self._arena.page_count,
@@ -92,7 +93,10 @@ class _Assembly:
             self._clock,
             manifests.remember,
             self._config.transfer.hold_s,
+            tiering=self._tiering(),
         )
+        self._porter = Porter(self._store, self._arena, self._nvme, self._config.tiers.promote_deadline_s)
+        await self._mount_devices()
         self._publisher = Publisher(
             index, self._node, self._store.tier_of, self._store.keys, record=self._record
         )
@@ -142,11 +146,26 @@ class _Assembly:
             self._stack.callback(shared.close)
         return shared
 
-    async def _mount_devices(self) -> NvmeTier:
-        tier = make_tier(self._config)
-        await tier.start()
-        self._stack.push_async_callback(tier.stop)
-        return tier
+    def _tiering(self) -> Tiering | None:
+        tiers = self._config.tiers
+        if not self._nvme.devices:
+            return None
+        return Tiering(self._nvme, SpillMode(tiers.spill), tiers.promote_deadline_s)
+
+    async def _mount_devices(self) -> None:
+        """What is on them is listed when this returns, but for devices that do not answer yet."""
+        self._stack.push_async_callback(self._stop_devices)
+        await self._nvme.start()
+        await self._porter.settled()
+
+    def _on_found(self, device: NvmeDevice) -> None:
+        self._porter.found(device)
+
+    async def _stop_devices(self) -> None:
+        if self._nvme.devices:
+            await self._porter.flush(self._config.tiers.flush_s)
+        await self._nvme.stop()
+        await self._porter.settled()
 
     async def _start_control(self) -> ControlServer:
         mover = Mover(self._store, self._arena)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvstore.admin import MOTION_BOUNDS_S, Histogram, Motion
 from kvstore.core import Key, MissReason, Namespace, limits
 from kvstore.policy import Policy
-from kvstore.store import Store
+from kvstore.store import Store, Tiering
 from kvstore.wire import (
     Acquire,
     AcquireAnswer,
@@ -22,6 +22,7 @@ from kvstore.wire import (
     Generation,
     Granted,
     LeaseId,
+    OnDisk,
     Refused,
     Release,
     ReserveAnswer,
@@ -106,7 +107,7 @@ class MeteredStore(Store):
     """A store with meters; answers are those of the store.
 
     Args:
-        page_count, page_bytes, policy, clock, hold_s: the store's.
+        page_count, page_bytes, policy, clock, hold_s, tiering: the store's.
         on_namespace: is told of every namespace that was opened, with its manifest.
     """
 
@@ -118,8 +119,10 @@ class MeteredStore(Store):
         clock: Callable[[], float],
         on_namespace: Callable[[Namespace, bytes], None],
         hold_s: float = limits.HOLD_S,
+        *,
+        tiering: Tiering | None = None,
     ) -> None:
-        super().__init__(page_count, page_bytes, policy, clock, hold_s=hold_s)
+        super().__init__(page_count, page_bytes, policy, clock, hold_s=hold_s, tiering=tiering)
         self._on_namespace = on_namespace
         self.pushes = Pushes(clock)
         self.pulls = Pulls(clock)
@@ -156,7 +159,9 @@ class MeteredStore(Store):
         """See `Store.acquire`."""
         answers = super().acquire(client, request)
         answered = zip(request.keys, answers, strict=False)  # a prefix may be cut short
-        sizes = ((key, answer.size_bytes) for key, answer in answered if isinstance(answer, Resident))
+        sizes = (
+            (key, answer.size_bytes) for key, answer in answered if isinstance(answer, Resident | OnDisk)
+        )
         self.pulls.begin((client, request.lease), sizes)
         return answers
 

@@ -36,5 +36,8 @@ class Policy(Protocol):
     def remove(self, entry: Hashable) -> None:
         """An entry is not held any more, for whatever reason."""
 
+    def children(self, entry: Hashable) -> int:
+        """How many held entries name this one, held or not, as their parent."""
+
     def plan(self, need_pages: int, evictable: Callable[[Hashable], bool]) -> Plan:
         """Entries whose pages add up to `need_pages`, least worth first. Changes nothing."""

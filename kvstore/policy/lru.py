@@ -43,6 +43,10 @@ class Lru:
         """See `Policy`."""
         del self._entries[entry]
 
+    def children(self, entry: Hashable) -> int:
+        """See `Policy`."""
+        return sum(held.parent == entry for held in self._entries.values())
+
     def plan(self, need_pages: int, evictable: Callable[[Hashable], bool]) -> Plan:
         """See `Policy`."""
         left = dict(self._entries)

@@ -94,6 +94,11 @@ class PrefixLru:
         if orphans:
             self._orphans[held.parent] = orphans
 
+    def children(self, entry: Hashable) -> int:
+        """See `Policy`."""
+        held = self._entries.get(entry)
+        return held.children if held is not None else self._orphans.get(entry, 0)
+
     def plan(self, need_pages: int, evictable: Callable[[Hashable], bool]) -> Plan:
         """See `Policy`."""
         victims: list[Hashable] = []

@@ -12,7 +12,7 @@ import msgspec
 
 from kvstore.core import MissReason, Namespace, limits
 from kvstore.server.parking import Parking
-from kvstore.server.waiting import acquire_waiting, worth_waiting
+from kvstore.server.waiting import acquire_waiting, first_to_come, pages_waiting, worth_waiting
 from kvstore.store import Store
 from kvstore.wire import (
     VERSIONS_SPOKEN,
@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 
 Later = Coroutine[None, None, ReplyBody]
 NO_LEASE = LeaseId(b"")
-GIVEN_BACK = Acquired((Miss(MissReason.EXPIRED),))
-"""The reply to a parked Acquire whose lease was released meanwhile: nothing is promised."""
 
 
 class Verifier(Protocol):
@@ -137,9 +135,18 @@ class Calls:
 
         return later()
 
-    def _pages(self, client: ClientId, body: Pages) -> Acquired:
-        # Without an NVMe tier every leased copy is resident: there is no promotion to wait for.
-        return Acquired(self._store.pages(client, body))
+    def _pages(self, client: ClientId, body: Pages) -> Acquired | Later:
+        answers = self._store.pages(client, body)
+        if not body.wait_s or first_to_come(answers) is None or not self._parking.has_room(client):
+            return Acquired(answers)
+        bounded = msgspec.structs.replace(body, wait_s=min(body.wait_s, limits.WAIT_S_MAX))
+
+        async def later() -> Acquired:
+            return Acquired(
+                await pages_waiting(self._store, self._parking, self._clock, client, bounded, answers)
+            )
+
+        return later()
 
     def _renew(self, client: ClientId, body: Renew) -> LeaseState:
         return LeaseState(self._store.renew(client, body))
@@ -170,6 +177,12 @@ class Calls:
     def _drop(self, client: ClientId, body: Drop) -> Done:
         self._store.drop(client, body)
         return Done()
+
+
+def given_back(request: Request) -> Acquired:
+    """The reply to a parked request whose lease was released meanwhile: nothing is promised."""
+    count = len(request.body.keys) if isinstance(request.body, Pages) else 1
+    return Acquired((Miss(MissReason.EXPIRED),) * count)
 
 
 def lease_of(request: Request) -> LeaseId:

@@ -13,7 +13,7 @@ from functools import partial
 from time import perf_counter
 
 from kvstore.core import BadRequest, KVStoreError, NamespaceUnknown, NotAuthorised, Overloaded, limits
-from kvstore.server.calls import GIVEN_BACK, Calls, Verifier, lease_of
+from kvstore.server.calls import Calls, Verifier, given_back, lease_of
 from kvstore.server.endpoint import Endpoint
 from kvstore.server.parking import Parking
 from kvstore.server.stats import Counters, ServerStats
@@ -128,7 +128,7 @@ class ControlServer:
 
     def _respond_later(self, request: Request, respond: Respond, ended: asyncio.Task[ReplyBody]) -> None:
         if ended.cancelled():  # the lease was released: the wait is over, the reply still goes out
-            respond(GIVEN_BACK)
+            respond(given_back(request))
         elif isinstance(error := ended.exception(), Exception):
             respond(self._failure(request, error))
         else:

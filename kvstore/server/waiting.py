@@ -1,9 +1,12 @@
-"""Acquire with `wait_s`: hand-off without polling.
+"""Acquire and Pages with `wait_s`: hand-off, and copies that come from NVMe, without polling.
 
 A decode engine may ask for keys that prefill is about to commit. The request is tried again whenever the
 first key that could not be promised is committed, given up or refused, until everything is promised,
 somebody has given that key up, or the time is over. Keys before it stay leased meanwhile; the reply is
 always made of answers that are true now.
+
+A reader that streams asks for the pages of its keys, in order. The reply comes as soon as the first of them that is
+not in DRAM yet is there, or will not be.
 """
 
 from collections.abc import Callable
@@ -14,7 +17,7 @@ import msgspec
 from kvstore.core import MissReason
 from kvstore.server.parking import Parking
 from kvstore.store import Store
-from kvstore.wire import Acquire, AcquireAnswer, ClientId, Filling, Miss, OnDisk, Resident
+from kvstore.wire import Acquire, AcquireAnswer, ClientId, Filling, Miss, OnDisk, Pages, Resident
 
 Answers = tuple[AcquireAnswer, ...]
 
@@ -70,3 +73,34 @@ def timed_out(answers: Answers) -> Answers:
     """The answers of a wait whose time is over: asking again at once would be no use."""
     late = Miss(MissReason.PENDING_TIMEOUT)
     return tuple(late if isinstance(answer, Filling) else answer for answer in answers)
+
+
+def first_to_come(answers: Answers) -> int | None:
+    """Index of the first answer that may still change, unless one before it is a miss: then nothing is waited for."""
+    for index, answer in enumerate(answers):
+        if isinstance(answer, OnDisk):
+            return index
+        if isinstance(answer, Miss):
+            return None
+    return None
+
+
+async def pages_waiting(
+    store: Store,
+    parking: Parking,
+    clock: Callable[[], float],
+    client: ClientId,
+    request: Pages,
+    answers: Answers,
+) -> Answers:
+    """The answers to `request` once the first key that is on its way has come or failed; `answers` are the first."""
+    since_s = clock()
+    awaited = first_to_come(answers)
+    while awaited is not None and first_to_come(answers) == awaited and not parking.closing:
+        left_s = since_s + request.wait_s - clock()
+        if left_s <= 0:
+            break
+        watch = partial(store.watch_leased, request.keys[awaited : awaited + 1])
+        if await parking.changed(watch, left_s):
+            answers = store.pages(client, request, since_s)
+    return store.pages(client, request, since_s)

@@ -1,6 +1,9 @@
 """Objects and their life; the only room that changes state."""
 
 from kvstore.store.mover import Mover, is_sound
+from kvstore.store.moving import SpillMode, Tiering
+from kvstore.store.objects import Job, OnDevice, Promotion, Spill
+from kvstore.store.porter import Porter
 from kvstore.store.reading import Check
 from kvstore.store.reports import ReportLog, ReportView
 from kvstore.store.snapshot import ObjectView, Snapshot, TierUse, Totals
@@ -8,13 +11,20 @@ from kvstore.store.store import Store
 
 __all__ = [
     "Check",
+    "Job",
     "Mover",
     "ObjectView",
+    "OnDevice",
+    "Porter",
+    "Promotion",
     "ReportLog",
     "ReportView",
     "Snapshot",
+    "Spill",
+    "SpillMode",
     "Store",
     "TierUse",
+    "Tiering",
     "Totals",
     "is_sound",
 ]

@@ -31,6 +31,7 @@ class Client:
         "leased_pages",
         "num_leases",
         "num_reservations",
+        "promoted_pages",
         "reserved_pages",
         "seen_s",
     )
@@ -44,7 +45,8 @@ class Client:
         self.reserved_pages = 0
         self.held_pages = 0
         self.leased: dict[object, int] = {}  # object -> this client's leases that have it
-        self.leased_pages = 0  # of those objects, each counted once
+        self.leased_pages = 0  # in DRAM, of those objects, each counted once
+        self.promoted_pages = 0  # of those that were promoted for it
 
     @property
     def written_pages(self) -> int:
@@ -63,6 +65,7 @@ class Clients:
     def __init__(self, page_count: int) -> None:
         self._clients: OrderedDict[ClientId, Client] = OrderedDict()
         self.leased_pages_max = int(page_count * limits.LEASED_SHARE_MAX)
+        self.promoted_pages_max = int(page_count * limits.LEASED_AND_PROMOTED_SHARE_MAX)
         self.reserved_pages_max = int(page_count * limits.RESERVED_AND_HELD_SHARE_MAX)
 
     def __len__(self) -> int:
@@ -86,10 +89,8 @@ class Clients:
         return record
 
     def others_active(self, client: Client, now_s: float) -> bool:
-        """Whether anybody else spoke lately. `client` is the one that spoke last."""
-        latest = reversed(self._clients.values())
-        assert next(latest) is client, "the caller must have spoken last"
-        other = next(latest, None)
+        """Whether anybody else spoke lately."""
+        other = next((each for each in reversed(self._clients.values()) if each is not client), None)
         return other is not None and other.seen_s > now_s - limits.CLIENT_ACTIVE_S
 
     def doubtful_pages(self, besides: Client) -> int:

@@ -2,9 +2,11 @@
 
 Lease ids are chosen by clients, so a lease is found by client *and* id. A lease has at most one object
 per key: what was promised stays what it was, even if the key is dropped and stored anew meanwhile.
-Pages count once for everybody and once for each client, however many leases have them.
+Pages in DRAM count once for everybody and once for each client, however many leases have them. An object that is
+only on NVMe takes none there until it is promoted; all leased objects together have their share of NVMe, too.
 """
 
+import math
 from collections.abc import Callable, Iterable
 
 from kvstore.core import Key, limits
@@ -17,8 +19,12 @@ from kvstore.wire import ClientId, LeaseId
 class Leases:
     """All leases of a node."""
 
-    def __init__(self, clients: Clients, on_unpinned: Callable[[Object], None]) -> None:
-        self.leased_pages = 0  # of leased objects, each counted once
+    def __init__(
+        self, clients: Clients, on_unpinned: Callable[[Object], None], disk_bytes: Callable[[], int]
+    ) -> None:
+        self.leased_pages = 0  # in DRAM, of leased objects, each counted once
+        self.disk_bytes = 0  # of leased objects that were not in DRAM when they were first leased
+        self._disk_bytes = disk_bytes
         self._clients = clients
         self._on_unpinned = on_unpinned
         self._leases: dict[tuple[ClientId, LeaseId], Lease] = {}
@@ -31,6 +37,11 @@ class Leases:
     def full(self) -> bool:
         """Whether leases have their whole share of the arena: a full house."""
         return self.leased_pages >= self._clients.leased_pages_max
+
+    def young_s(self, now_s: float) -> float:
+        """What was committed after this is not evicted. With all that is older leased, room for something new could
+        only come from what was acknowledged a moment ago, and so for ever: then new things are refused."""
+        return now_s - limits.YOUNG_S if self.full else math.inf
 
     def get(self, client: ClientId, lease_id: LeaseId, now_s: float) -> Lease | None:
         """The client's lease of this name, if it lives."""
@@ -66,13 +77,58 @@ class Leases:
         return lease.deadline_s - now_s
 
     def may_take(self, client: Client, wanted: Object, floor_pages: int, *, alone: bool) -> bool:
-        """Whether the client's share allows it to lease this object."""
+        """Whether the client's share allows it to lease this object, where it is."""
         if wanted in client.leased:
             return True
+        if wanted.dram is None:
+            own_max = limits.OBJECTS_PER_CLIENT_MIN
+            share_bytes = int(self._disk_bytes() * limits.LEASED_SHARE_MAX)
+            return len(client.leased) < own_max or self.disk_bytes + wanted.size_bytes <= share_bytes
         client_pages = client.leased_pages + wanted.pages
         all_pages = self.leased_pages + (0 if wanted.leases else wanted.pages)
         share_pages = self._clients.leased_pages_max
         return within_share(client_pages, all_pages, share_pages, floor_pages, alone=alone)
+
+    def may_gain(self, client: Client, wanted: Object, now_s: float) -> bool:
+        """Whether the client's share allows a leased object to be promoted.
+
+        Beyond its share of leases it may have a few objects promoted at a time: the end of its prompt, leased in
+        DRAM, must not keep the beginning out.
+        """
+        if client.promoted_pages + wanted.pages <= wanted.namespace.floor_pages:
+            return True
+        client_pages, all_pages = client.leased_pages + wanted.pages, self.leased_pages + wanted.pages
+        alone = not self._clients.others_active(client, now_s)
+        return within_share(client_pages, all_pages, self._clients.promoted_pages_max, 0, alone=alone)
+
+    def fits(self, pages: int, *, alone: bool) -> bool:
+        """Whether a client that has no other leases could have so many pages at once."""
+        return within_share(pages, pages, self._clients.leased_pages_max, 0, alone=alone)
+
+    def gained(self, moved: Object, client: Client | None) -> None:
+        """An object, perhaps leased, has pages in DRAM now, on behalf of a client."""
+        self._count_in_dram(moved, moved.pages)
+        if client is not None and moved in client.leased:
+            moved.promoted_for = client
+            client.promoted_pages += moved.pages
+
+    def lost(self, moved: Object) -> None:
+        """It has none any more."""
+        self._count_in_dram(moved, -moved.pages)
+        self._forget_promotion(moved)
+
+    def _forget_promotion(self, moved: Object) -> None:
+        if moved.promoted_for is not None:
+            moved.promoted_for.promoted_pages -= moved.pages
+            moved.promoted_for = None
+
+    def _count_in_dram(self, moved: Object, pages: int) -> None:
+        if not moved.leases:
+            return
+        self.leased_pages += pages
+        for client in self._clients:
+            if moved in client.leased:
+                client.leased_pages += pages
 
     def may_take_all(self, client: Client, pages: int, *, alone: bool) -> bool:
         """Whether the client's share allows it to lease any objects of so many pages together."""
@@ -88,12 +144,15 @@ class Leases:
         client = lease.client
         own = client.leased.get(wanted, 0)
         if not own:
-            if not (sure or self.may_take(client, wanted, floor_pages, alone=alone)):
+            surely = sure and wanted.dram is not None
+            if not (surely or self.may_take(client, wanted, floor_pages, alone=alone)):
                 return False
-            client.leased_pages += wanted.pages
+            client.leased_pages += wanted.pages if wanted.dram is not None else 0
         client.leased[wanted] = own + 1
         if not wanted.leases:
-            self.leased_pages += wanted.pages
+            self.leased_pages += wanted.pages if wanted.dram is not None else 0
+            wanted.leased_on_disk = wanted.dram is None
+            self.disk_bytes += wanted.size_bytes if wanted.leased_on_disk else 0
         wanted.leases += 1
         lease.objects[wanted.key] = wanted
         return True
@@ -131,28 +190,38 @@ class Leases:
             leased = of_client.setdefault(lease.client, {})
             for key, owner in lease.objects.items():
                 assert owner.key == key, "an object is leased under another key"
-                assert owner.copies, "a leased object has no copy"
+                has_copy = owner.dram is not None or owner.nvme is not None
+                assert has_copy or owner.failure is not None, "a leased object has no copy"
                 of_object[owner] = of_object.get(owner, 0) + 1
                 leased[owner] = leased.get(owner, 0) + 1
         assert all(owner.leases == count for owner, count in of_object.items()), "leases are miscounted"
-        assert self.leased_pages == sum(owner.pages for owner in of_object), "leased pages are miscounted"
+        in_dram = [owner for owner in of_object if owner.dram is not None]
+        assert self.leased_pages == sum(owner.pages for owner in in_dram), "leased pages are miscounted"
+        on_disk = sum(owner.size_bytes for owner in of_object if owner.leased_on_disk)
+        assert on_disk == self.disk_bytes, "leased bytes on NVMe are miscounted"
         assert len(self._deadlines) == len(self._leases), "a lease has no deadline"
         for client in self._clients:
             leased = of_client.pop(client, {})
             assert client.leased == leased, "what a client leases is miscounted"
-            pages = sum(owner.pages for owner in of_object if owner in leased)
+            pages = sum(owner.pages for owner in in_dram if owner in leased)
             assert client.leased_pages == pages, "a client's leased pages are miscounted"
+            promoted = sum(owner.pages for owner in in_dram if owner.promoted_for is client)
+            assert client.promoted_pages == promoted, "a client's promoted pages are miscounted"
         assert not of_client, "a client with leases was forgotten"
 
     def _untake(self, client: Client, released: Object) -> None:
         own = client.leased[released] - 1
+        pages = released.pages if released.dram is not None else 0
         if own:
             client.leased[released] = own
         else:
             del client.leased[released]
-            client.leased_pages -= released.pages
+            client.leased_pages -= pages
+            if released.promoted_for is client:
+                self._forget_promotion(released)
         released.leases -= 1
         if not released.leases:
-            self.leased_pages -= released.pages
+            self.leased_pages -= pages
+            self.disk_bytes -= released.size_bytes if released.leased_on_disk else 0
             if not released.pinned:
                 self._on_unpinned(released)

@@ -87,6 +87,10 @@ class Namespaces:
         self._open.move_to_end(namespace)
         return self._advice(self._open[namespace])
 
+    def find(self, namespace: Namespace) -> OpenNamespace | None:
+        """An open namespace, if it is."""
+        return self._open.get(namespace)
+
     def get(self, namespace: Namespace) -> OpenNamespace:
         """An open namespace.
 

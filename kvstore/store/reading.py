@@ -1,11 +1,17 @@
-"""Readers: acquire, pages, release, and doubts about what was read."""
+"""Readers: acquire, pages, release, and doubts about what was read.
 
+What is on NVMe only is leased as it is. `Pages` has it promoted, in the order asked, as far as room allows; so
+a prompt larger than DRAM goes through it: pull, release, ask for what follows.
+"""
+
+import math
 from typing import NamedTuple
 
-from kvstore.core import Extents, Key, MissReason, Run, State, Tier
+from kvstore.core import Extents, Key, MissReason, Run
 from kvstore.store.clients import Client, Clients
 from kvstore.store.leases import Leases
 from kvstore.store.listing import Listing
+from kvstore.store.moving import Moving
 from kvstore.store.namespaces import OpenNamespace
 from kvstore.store.objects import Lease, Object
 from kvstore.wire import (
@@ -14,6 +20,7 @@ from kvstore.wire import (
     Filling,
     LeaseId,
     Miss,
+    OnDisk,
     Pages,
     Prefetch,
     Release,
@@ -34,8 +41,9 @@ class Check(NamedTuple):
 class Reading:
     """Leases of objects, and their verification."""
 
-    def __init__(self, listing: Listing, clients: Clients, leases: Leases) -> None:
+    def __init__(self, listing: Listing, clients: Clients, leases: Leases, moving: Moving) -> None:
         self._listing = listing
+        self._moving = moving
         self._clients = clients
         self._leases = leases
 
@@ -46,12 +54,17 @@ class Reading:
         alone = not self._clients.others_active(client, now_s)
         pages_max = len(request.keys) * namespace.chunk_pages
         sure = self._leases.may_take_all(client, pages_max, alone=alone)
+        streams = not self._leases.fits(pages_max, alone=alone)
         lease = self._leases.open(client, request.lease, now_s, request.duration_s)
         answers: list[AcquireAnswer] = []
+        ahead_bytes = 0
         for key in request.keys:
-            answer = self._acquire(client, namespace, lease, key, alone=alone, sure=sure)
+            answer = self._acquire(client, namespace, lease, key, alone=alone, sure=sure, streams=streams)
+            if isinstance(answer, OnDisk):
+                ahead_bytes += answer.size_bytes
+                answer = OnDisk(answer.generation, answer.size_bytes, self._moving.eta_s(ahead_bytes))
             answers.append(answer)
-            if request.prefix and not isinstance(answer, Resident):
+            if request.prefix and not isinstance(answer, Resident | OnDisk):
                 break
         if lease is not None:
             self._leases.settle(lease)
@@ -66,10 +79,11 @@ class Reading:
         *,
         alone: bool,
         sure: bool,
+        streams: bool,
     ) -> AcquireAnswer:
         promised = lease.objects.get(key) if lease is not None else None
         if promised is not None:
-            return self._resident(promised)
+            return self._where(promised)
         listed = self._listing.objects.get(key)
         if listed is None or listed.namespace is not namespace:
             self._listing.on_dirty(key)
@@ -77,21 +91,51 @@ class Reading:
         if listed.reservation is not None:
             self._listing.totals.miss(MissReason.FILLING)
             return Filling()
-        floor_pages = namespace.floor_pages
-        if lease is None or not self._leases.take(lease, listed, floor_pages, alone=alone, sure=sure):
+        if not (listed.is_readable or listed.is_on_disk):
+            return self._miss(MissReason.DEVICE_DOWN)
+        if lease is None or not self._take(lease, listed, alone=alone, sure=sure, streams=streams):
             return self._miss(MissReason.LEASE_LIMIT)
         listed.used_by(client.id)
+        self._moving.used(listed)
         self._listing.totals.acquired_keys += 1
-        return self._resident(listed)
+        return self._where(listed)
 
-    def pages(self, client: Client, request: Pages, now_s: float) -> tuple[AcquireAnswer, ...]:
-        """Where leased copies are. See `Store.pages`."""
+    def _take(self, lease: Lease, listed: Object, *, alone: bool, sure: bool, streams: bool) -> bool:
+        """Leases an object, if the client's share allows it.
+
+        A prompt that is larger than the share streams through DRAM: what of it is in DRAM now beyond the share is
+        leased where it is on NVMe.
+        """
+        floor_pages = listed.namespace.floor_pages
+        if self._leases.take(lease, listed, floor_pages, alone=alone, sure=sure):
+            return True
+        if not (streams and listed.is_readable and listed.is_on_disk) or listed.pinned:
+            return False
+        self._listing.dram.evict(listed)
+        return self._leases.take(lease, listed, floor_pages, alone=alone, sure=sure)
+
+    def pages(
+        self, client: Client, request: Pages, now_s: float, since_s: float
+    ) -> tuple[AcquireAnswer, ...]:
+        """Where leased copies are; those on NVMe are wanted in DRAM from now on. See `Store.pages`."""
         lease = self._leases.get(client.id, request.lease, now_s)
         objects = {} if lease is None else lease.objects
-        return tuple(
-            self._resident(objects[key]) if key in objects else self._miss(MissReason.EXPIRED)
-            for key in request.keys
-        )
+        for key in request.keys:
+            leased = objects.get(key)
+            if leased is not None and not has_failed(leased, since_s):
+                self._moving.want(leased, client, now_s)
+        self._moving.advance()
+        answers: list[AcquireAnswer] = []
+        ahead_bytes = 0
+        for key in request.keys:
+            leased = objects.get(key)
+            if leased is None:
+                answers.append(self._miss(MissReason.EXPIRED))
+                continue
+            if leased.dram is None:
+                ahead_bytes += leased.size_bytes
+            answers.append(self._where(leased, since_s, ahead_bytes))
+        return tuple(answers)
 
     def renew(self, client: Client, lease_id: LeaseId, now_s: float, duration_s: float) -> float:
         """Prolongs a lease. See `Store.renew`."""
@@ -110,13 +154,20 @@ class Reading:
                     lease.objects[key].cool(client.id)
         self._leases.release(lease, keys)
         self._leases.settle(lease)
+        self._moving.advance()
 
-    def prefetch(self, namespace: OpenNamespace, request: Prefetch) -> None:
-        """What will be asked for is not the next to be evicted."""
-        for key in reversed(request.keys):
-            listed = self._listing.find(namespace.id, key)
-            if listed is not None and not listed.pinned:
-                self._listing.dram.touch(listed)
+    def prefetch(self, namespace: OpenNamespace, request: Prefetch, now_s: float) -> None:
+        """What will be asked for is not the next to be evicted, and is promoted if there is room."""
+        found = [self._listing.find(namespace.id, key) for key in request.keys]
+        for listed in reversed(found):
+            if listed is not None:
+                self._moving.used(listed)
+                if not listed.pinned:
+                    self._listing.touch(listed)
+        for listed in found:
+            if listed is not None:
+                self._moving.want(listed, None, now_s)
+        self._moving.advance()
 
     def expire(self, now_s: float) -> None:
         """Ends leases that are over, a slice at a time."""
@@ -128,29 +179,39 @@ class Reading:
         suspect = lease.objects.get(request.key) if lease is not None else None
         if suspect is None or suspect.generation != request.generation:
             return None
-        if suspect.copies[Tier.DRAM].state is not State.READY:
+        if not suspect.is_readable:
             return None
         suspect.checks += 1
         runs = suspect.namespace.kinds.whole(suspect.size_bytes, len(suspect.table)).runs
-        return Check(suspect, suspect.copies[Tier.DRAM].extents, runs, suspect.table)
+        return Check(suspect, suspect.in_dram.extents, runs, suspect.table)
 
     def settle(self, check: Check, *, sound: bool) -> None:
         """Unpins a copy; one that is not sound is not to be had any more."""
         suspect = check.suspect
         suspect.checks -= 1
         self._listing.totals.verified += 1
-        if not sound and suspect.copies[Tier.DRAM].state is State.READY:
-            self._listing.totals.bad_copies += 1
-            self._listing.dram.spoil(suspect)
-            if suspect.listed:
-                self._listing.retire(suspect, MissReason.BAD_COPY)
-                return
-        if not suspect.pinned:
-            self._listing.dram.unpinned(suspect)
+        if not sound and suspect.is_readable:
+            self._listing.spoil(suspect)
+        elif not suspect.pinned:
+            self._listing.unpinned(suspect)
 
-    def _resident(self, leased: Object) -> AcquireAnswer:
-        return leased.resident or self._miss(MissReason.BAD_COPY)
+    def _where(self, leased: Object, since_s: float = math.inf, ahead_bytes: int = 0) -> AcquireAnswer:
+        """Where a leased copy can be read. `since_s`: a promotion that failed earlier does not count."""
+        if leased.resident is not None:
+            return leased.resident
+        if has_failed(leased, since_s):
+            return self._miss(leased.failure or MissReason.BAD_COPY)
+        if leased.nvme is None or (leased.dram is not None and leased.job is None):
+            return self._miss(MissReason.BAD_COPY)
+        if not leased.nvme.disk.up:
+            return self._miss(MissReason.DEVICE_DOWN)
+        return OnDisk(leased.generation, leased.size_bytes, self._moving.eta_s(ahead_bytes))
 
     def _miss(self, reason: MissReason) -> Miss:
         self._listing.totals.miss(reason)
         return Miss(reason)
+
+
+def has_failed(leased: Object, since_s: float) -> bool:
+    """Whether its promotion has failed since then."""
+    return leased.failure is not None and leased.failed_s >= since_s

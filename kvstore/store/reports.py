@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.core import BadRequest, MissReason, limits
-from kvstore.store.listing import Recent
+from kvstore.store.recent import Recent
 from kvstore.store.snapshot import Totals
 from kvstore.wire import ClientId, Report, ReportItem
 

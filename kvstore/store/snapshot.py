@@ -8,6 +8,9 @@ from kvstore.core import MissReason, Tier
 class Totals(msgspec.Struct):
     """Counted since the start of this boot; they only grow.
 
+    `evicted` left the node; `demoted` left DRAM and are on NVMe, `trimmed` left NVMe and are in DRAM; `found` were on
+    a device when it was mounted.
+
     Keys are counted at the calls that ask for them. Tokens are counted from reports, once per engine
     request: only the engine knows what a request asked for and what it got.
     """
@@ -24,6 +27,15 @@ class Totals(msgspec.Struct):
     evicted: int = 0
     evicted_bytes: int = 0
     dropped: int = 0
+    found: int = 0
+    spilled: int = 0
+    spilled_bytes: int = 0
+    promoted: int = 0
+    promoted_bytes: int = 0
+    demoted: int = 0
+    trimmed: int = 0
+    failed_spills: dict[str, int] = msgspec.field(default_factory=dict)
+    failed_promotions: dict[MissReason, int] = msgspec.field(default_factory=dict)
     verified: int = 0
     bad_copies: int = 0
     acquired_keys: int = 0
@@ -41,7 +53,11 @@ class Totals(msgspec.Struct):
     def copy(self) -> "Totals":
         """The totals as they are now."""
         return msgspec.structs.replace(
-            self, missed_keys=dict(self.missed_keys), missed_tokens=dict(self.missed_tokens)
+            self,
+            missed_keys=dict(self.missed_keys),
+            missed_tokens=dict(self.missed_tokens),
+            failed_spills=dict(self.failed_spills),
+            failed_promotions=dict(self.failed_promotions),
         )
 
 
@@ -68,6 +84,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     leases: int
     reservations: int
     watched_keys: int
+    moving: int = 0  # copies on their way between tiers
+    waiting: int = 0  # promotions that wait for room
 
     @property
     def hit_rate(self) -> float:

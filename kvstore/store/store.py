@@ -10,9 +10,12 @@ A key's life here:
                  |                  |  Drop, Suspect (bad), eviction
        Abort, reservation over      v
                  |               unlisted: not to be had any more; its pages go
-                 v               when no lease and no verification has it
+                 v               when no lease, verification or job has it
         pages free (quiet)
         or held, then free
+
+With an NVMe tier what DRAM gives up is spilled, and promoted again when it is asked for (moving.py). The store
+says what is to be carried (`on_job`) and is told what came of it; it does no I/O itself.
 
 What has a duration (reservations, leases, held pages) is ended by `tick`, in bounded slices; until then
 it is treated as ended wherever it is met. To end something late is always safe.
@@ -22,19 +25,25 @@ Why a key is not there is remembered for the keys lost last, to tell a reader `e
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from kvstore.core import BadRequest, Key, MissReason, Namespace, State, Tier, limits
+from kvstore.core import BadRequest, Key, MissReason, Namespace, Tier, limits
 from kvstore.policy import Policy
+from kvstore.store.adopting import Adopting
 from kvstore.store.clients import Clients
 from kvstore.store.leases import Leases
 from kvstore.store.listing import Listing
+from kvstore.store.moving import Moving, Tiering
 from kvstore.store.namespaces import Namespaces
+from kvstore.store.nvme import NoDisks
+from kvstore.store.objects import Disk, Job, Spill
 from kvstore.store.reading import Check, Reading
 from kvstore.store.reports import ReportLog, Reports
-from kvstore.store.snapshot import ObjectView, Snapshot, TierUse
+from kvstore.store.snapshot import ObjectView, Snapshot
+from kvstore.store.usage import tiers_in_use
 from kvstore.store.writing import Writing
+from kvstore.tiers import NewObject, Record
 from kvstore.wire import (
     Acquire,
     AcquireAnswer,
@@ -65,6 +74,8 @@ class Store:
         clock: Callable[[], float],
         random_bytes: Callable[[int], bytes] = os.urandom,
         hold_s: float = limits.HOLD_S,
+        *,
+        tiering: Tiering | None = None,
     ) -> None:
         """An empty store. It counts pages and never touches their bytes, so it needs no arena.
 
@@ -75,15 +86,22 @@ class Store:
             clock: seconds, never going back.
             random_bytes: that many bytes, for generations.
             hold_s: how long pages stay held when a late write could still land in them.
+            tiering: the NVMe tier, and its use; what is on its devices already is told by `adopt`.
         """
         self.page_bytes = page_bytes
         self._clock = clock
         self._namespaces = Namespaces(page_count, page_bytes)
         self._clients = Clients(page_count)
-        self._listing = Listing(page_count, policy)
-        self._leases = Leases(self._clients, self._listing.dram.unpinned)
-        self._writing = Writing(self._listing, self._clients, self._leases, random_bytes, hold_s)
-        self._reading = Reading(self._listing, self._clients, self._leases)
+        self._listing = Listing(page_count, page_bytes, policy, tiering.disks if tiering else NoDisks())
+        self._leases = Leases(self._clients, self._listing.unpinned, lambda: self._listing.nvme.size_bytes)
+        self._moving = Moving(self._listing, self._leases, clock, tiering or Tiering(NoDisks()))
+        if tiering is not None:
+            self._listing.dram.outlet = self._moving
+        self._writing = Writing(
+            self._listing, self._clients, self._leases, random_bytes, hold_s, self._moving.committed
+        )
+        self._reading = Reading(self._listing, self._clients, self._leases, self._moving)
+        self._adopting = Adopting(self._namespaces, self._listing)
         self._reports = Reports(self._listing.totals, clock)
 
     # --- writers ------------------------------------------------------------------------------------
@@ -95,7 +113,9 @@ class Store:
             BadRequest: the manifest cannot be read, or hashes to another digest.
             Overloaded: too many namespaces hold objects.
         """
-        return self._namespaces.open(namespace, manifest_bytes)
+        advice = self._namespaces.open(namespace, manifest_bytes)
+        self._adopting.namespace_opened(namespace, manifest_bytes)
+        return advice
 
     def reserve(
         self, client: ClientId, namespace: Namespace, items: Sequence[ReserveItem], duration_s: float
@@ -161,14 +181,25 @@ class Store:
         now_s = self._clock()
         return self._reading.acquire(self._clients.spoke(client, now_s), opened, request, now_s)
 
-    def pages(self, client: ClientId, request: Pages) -> tuple[AcquireAnswer, ...]:
+    def pages(
+        self, client: ClientId, request: Pages, since_s: float | None = None
+    ) -> tuple[AcquireAnswer, ...]:
         """Where the leased copies are now; Miss(expired) for what this lease does not have (any more).
+
+        What is on NVMe only is promoted, in the order asked, as room allows: OnDisk until it is there, or a
+        miss that says why it will not be. Never parks: `wait_s` is the caller's business, see `watch_leased`.
+
+        Args:
+            client: whose lease it is.
+            request: its keys are answered in order.
+            since_s: when this was first asked: what failed before that is tried again.
 
         Raises:
             Overloaded
         """
         now_s = self._clock()
-        return self._reading.pages(self._clients.spoke(client, now_s), request, now_s)
+        since_s = now_s if since_s is None else since_s
+        return self._reading.pages(self._clients.spoke(client, now_s), request, now_s, since_s)
 
     def renew(self, client: ClientId, request: Renew) -> float:
         """Prolongs a lease; seconds left, 0 when it is not known (any more).
@@ -190,14 +221,15 @@ class Store:
         self._reading.release(self._clients.spoke(client, now_s), request, now_s)
 
     def prefetch(self, client: ClientId, request: Prefetch) -> None:
-        """A hint: these keys are not the next to be evicted.
+        """A hint: these keys are not the next to be evicted, and are promoted if there is room.
 
         Raises:
             NamespaceUnknown, Overloaded
         """
         opened = self._namespaces.get(request.namespace)
-        self._clients.spoke(client, self._clock())
-        self._reading.prefetch(opened, request)
+        now_s = self._clock()
+        self._clients.spoke(client, now_s)
+        self._reading.prefetch(opened, request, now_s)
 
     def watch(
         self, namespace: Namespace, keys: Sequence[Key], callback: Callable[[], None]
@@ -213,6 +245,10 @@ class Store:
         self._namespaces.get(namespace)
         return self._listing.watches.add(keys, callback)
 
+    def watch_leased(self, keys: Sequence[Key], callback: Callable[[], None]) -> Callable[[], None]:
+        """As `watch`, for leased keys: calls back once when one of them was promoted, or will not be."""
+        return self._listing.watches.add(keys, callback)
+
     def check(self, client: ClientId, request: Suspect) -> Check | None:
         """Pins a leased copy that a reader doubts; the mover verifies it and calls `settle`."""
         now_s = self._clock()
@@ -221,6 +257,34 @@ class Store:
     def settle(self, check: Check, *, sound: bool) -> None:
         """The verdict on a copy. One that is not sound is not to be had any more."""
         self._reading.settle(check, sound=sound)
+
+    # --- between tiers --------------------------------------------------------------------------------
+
+    @property
+    def on_job(self) -> Callable[[Job], None]:
+        """Called with a `Spill` or `Promotion` that is to be carried out; must not call the store back at once."""
+        return self._moving.on_job
+
+    @on_job.setter
+    def on_job(self, callback: Callable[[Job], None]) -> None:
+        self._moving.on_job = callback
+
+    @property
+    def moving(self) -> Moving:
+        """Where whoever carries says what came of a job."""
+        return self._moving
+
+    def contents(self, job: Spill) -> NewObject:
+        """What is to be put on a device."""
+        return self._listing.contents(job.object)
+
+    def make_disk_room(self, size_bytes: int) -> bool:
+        """Whether a device will have room for an object of this size, perhaps a moment later; evicts if need be."""
+        return self._listing.nvme.make_room(size_bytes)
+
+    def adopt(self, disk: Disk, records: Iterable[Record]) -> None:
+        """These were on a device when it was mounted. They may be had, those of unknown namespaces later."""
+        self._adopting.adopt(disk, records)
 
     # --- administration -----------------------------------------------------------------------------
 
@@ -251,7 +315,9 @@ class Store:
         now_s = self._clock()
         self._writing.expire(now_s)
         self._reading.expire(now_s)
-        self._listing.dram.tick(now_s, self._writing.young_s(now_s))
+        self._listing.nvme.tick()
+        self._listing.dram.tick(now_s, self._leases.young_s(now_s))
+        self._moving.advance()
 
     # --- what it tells ------------------------------------------------------------------------------
 
@@ -266,7 +332,7 @@ class Store:
 
     def tier_of(self, key: Key) -> Tier | None:
         """Where a key may be had, None when it may not."""
-        return Tier.DRAM if self._listing.state_of(key) is State.READY else None
+        return self._listing.tier_of(key)
 
     def keys(self) -> Iterator[Key]:
         """The keys that may be had now; the store may change while they are gone through."""
@@ -281,7 +347,7 @@ class Store:
                 namespace=shown.namespace.id.hex(),
                 depth=shown.depth,
                 size_bytes=shown.size_bytes,
-                tiers={tier: copy.state.value for tier, copy in shown.copies.items()},
+                tiers=shown.tiers,
                 leases=shown.leases,
                 cold=shown.cold,
             )
@@ -291,25 +357,16 @@ class Store:
 
     def snapshot(self) -> Snapshot:
         """What it holds and has counted; for any thread."""
-        dram = self._listing.dram
-        use = TierUse(
-            objects=dram.ready_objects,
-            object_bytes=dram.ready_bytes,
-            page_bytes=self.page_bytes,
-            pages=dram.page_count,
-            free_pages=dram.free_pages,
-            held_pages=dram.held_pages,
-            reserved_pages=dram.reserved_pages,
-            leased_pages=self._leases.leased_pages,
-        )
         return Snapshot(
-            tiers={Tier.DRAM: use},
+            tiers=tiers_in_use(self._listing, self._leases, self.page_bytes),
             totals=self._listing.totals.copy(),
             namespaces=len(self._namespaces),
             clients=len(self._clients),
             leases=len(self._leases),
             reservations=len(self._writing),
             watched_keys=len(self._listing.watches),
+            moving=len(self._moving),
+            waiting=self._moving.waiting,
         )
 
     def audit(self) -> None:
@@ -317,6 +374,7 @@ class Store:
         self._listing.audit()
         self._leases.audit()
         self._writing.audit()
+        self._moving.audit()
 
     def __repr__(self) -> str:
         dram = self._listing.dram

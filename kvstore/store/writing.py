@@ -1,10 +1,9 @@
 """Writers: reserve, commit, abort, and the end of reservations."""
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from kvstore.core import BadRequest, Event, Key, MissReason, State, Tier, limits
+from kvstore.core import BadRequest, Event, Key, MissReason, limits
 from kvstore.store.clients import Client, Clients
 from kvstore.store.deadlines import Deadlines
 from kvstore.store.leases import Leases
@@ -49,7 +48,9 @@ class Writing:
         leases: Leases,
         random_bytes: Callable[[int], bytes],
         hold_s: float,
+        on_committed: Callable[[Object], None],
     ) -> None:
+        self._on_committed = on_committed
         self._listing = listing
         self._clients = clients
         self._leases = leases
@@ -95,6 +96,9 @@ class Writing:
         ):
             self._expire(listed.reservation, asked.now_s)
             listed = None
+        if listed is not None and self._listing.tier_of(item.key) is None and listed.reservation is None:
+            self._listing.lose(listed)  # its device is down, or it is being read from one that failed
+            listed = None
         if listed is None:
             return self._grant(asked, item)
         if listed.reservation is not None:
@@ -114,7 +118,7 @@ class Writing:
         room = self._clients.may_write(
             client, pages, all_pages, asked.doubtful_pages, namespace.floor_pages, alone=asked.alone
         )
-        if not room or not self._listing.add(filling, pages, asked.spared, self.young_s(asked.now_s)):
+        if not room or not self._listing.add(filling, asked.spared, self._leases.young_s(asked.now_s)):
             self._listing.totals.refused += 1
             self._listing.watches.fire(item.key)
             return Refused(MissReason.NO_ROOM)
@@ -122,7 +126,7 @@ class Writing:
         client.reserved_pages += pages
         self._deadlines.add(filling.reservation)
         self._listing.totals.granted += 1
-        return Granted(filling.generation, filling.copies[Tier.DRAM].extents)
+        return Granted(filling.generation, filling.in_dram.extents)
 
     def _repeat(self, asked: Asked, item: ReserveItem, reservation: Reservation) -> ReserveAnswer:
         """The same client gets the same grant again; the client counts from its last sending, so do we."""
@@ -132,7 +136,7 @@ class Writing:
             return Busy()
         latest_s = reservation.started_s + limits.RESERVATION_S_MAX
         reservation.deadline_s = max(reservation.deadline_s, min(asked.end_s, latest_s))
-        return Granted(filling.generation, filling.copies[Tier.DRAM].extents)
+        return Granted(filling.generation, filling.in_dram.extents)
 
     def _exists(self, asked: Asked, ready: Object) -> ReserveAnswer:
         """Exists is said only when an Acquire by this client would be promised now."""
@@ -164,7 +168,6 @@ class Writing:
             return self._stale()
         reservation = listed.reservation
         if reservation is None:  # a repeated commit: it is ready, by this very reservation
-            assert listed.copies[Tier.DRAM].state is State.READY, "what is listed is filling or ready"
             return Committed()
         if reservation.client is not client:
             return self._stale()
@@ -176,6 +179,7 @@ class Writing:
         listed.ready_s = now_s
         self._listing.totals.committed += 1
         self._listing.publish(listed, item.table)
+        self._on_committed(listed)
         return Committed()
 
     def _stale(self) -> CommitAnswer:
@@ -204,11 +208,6 @@ class Writing:
                 self._listing.give_up(listed, Event.ABORT)
             else:
                 self._listing.give_up_held(listed, Event.ABORT, client, now_s + self._hold_s)
-
-    def young_s(self, now_s: float) -> float:
-        """What was committed after this is not evicted. With all that is older leased, room for something new could
-        only come from what was acknowledged a moment ago, and so for ever: then new things are refused."""
-        return now_s - limits.YOUNG_S if self._leases.full else math.inf
 
     def expire(self, now_s: float) -> None:
         """Ends reservations that are over, a slice at a time."""

@@ -175,6 +175,23 @@ class NvmeDevice:
         return self._opened if self._objects is None else self._objects.manifests
 
     @property
+    def up(self) -> bool:
+        """Whether it can be read and written now."""
+        return self.health.up
+
+    @property
+    def page_bytes(self) -> int:
+        """Of its pages; 0 until it was mounted."""
+        return 0 if self._objects is None else self._objects.volume.label.page_bytes
+
+    @property
+    def usable_pages(self) -> int:
+        """Its pages but those that failed; 0 until it was mounted."""
+        return (
+            0 if self._objects is None else self._objects.space.page_count - self._objects.space.failed_pages
+        )
+
+    @property
     def free_pages(self) -> int:
         """Pages that a put can have now; 0 while the device is down."""
         return self._objects.space.free_pages if self._objects is not None and self.health.up else 0

@@ -137,7 +137,7 @@ class Objects:
             return Refusal.BUSY
         if self.pages_of(size_bytes) > self.space.free_pages or not self.space.free_slots:
             return Refusal.NO_ROOM
-        return None
+        return Refusal.WORN if self._wear.spent else None
 
     # --- put ----------------------------------------------------------------------------------------
 

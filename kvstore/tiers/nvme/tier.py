@@ -68,6 +68,13 @@ class NvmeTier:
             refusals.append(refusal)
         return min(refusals, key=_BY_HOPE.index, default=Refusal.NO_ROOM)
 
+    def refuses(self, size_bytes: int) -> Refusal | None:
+        """Why no device would take an object of this size now."""
+        refusals = [device.refuses(size_bytes) for device in self.devices]
+        if None in refusals:
+            return None
+        return min(filter(None, refusals), key=_BY_HOPE.index, default=Refusal.NO_ROOM)
+
     async def put(self, new: NewObject, memory: Sequence[memoryview]) -> Placed | Refusal:
         """Stores an object on one of the devices. See `NvmeDevice.put`."""
         device = self.choose(new.size_bytes)

@@ -15,6 +15,11 @@ class WearBudget:
         self._level = self._rate * _BURST_S
         self._seen_s = clock()
 
+    @property
+    def spent(self) -> bool:
+        """Whether nothing may be written now."""
+        return bool(self._rate) and self._level + self._rate * (self._clock() - self._seen_s) <= 0
+
     def take(self, size_bytes: int) -> bool:
         """Whether this may be written now. What is larger than what is left is allowed, and owed."""
         if not self._rate:
