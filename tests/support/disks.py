@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from kvstore.core import Extent, Extents, Key, MissReason, Namespace, checksums, decode_manifest, pages_for
 from kvstore.store import Job, OnDevice, Promotion, Spill, Store
-from kvstore.tiers import Arena, NewObject, Record, Refusal
-from kvstore.tiers.nvme.records import Kind  # there is no other way to make a record without a device
+from kvstore.tiers import Arena, Kind, NewObject, Record, Refusal
 
 
 class MemoryDisk:

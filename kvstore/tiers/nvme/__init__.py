@@ -5,7 +5,7 @@ from kvstore.tiers.nvme.device import Device, DeviceDown, DeviceRefused, FileDev
 from kvstore.tiers.nvme.label import FORMAT_VERSION, Label, read_label
 from kvstore.tiers.nvme.mounting import Mounted, create_file, format_device, mount
 from kvstore.tiers.nvme.nvme_device import NvmeConfig, NvmeDevice, NvmeStats
-from kvstore.tiers.nvme.records import Record
+from kvstore.tiers.nvme.records import Kind, Record
 from kvstore.tiers.nvme.scrub import Scrubbed, scrub
 from kvstore.tiers.nvme.tier import NvmeTier, Placed
 from kvstore.tiers.nvme.volume import PagesFailed, Volume
@@ -17,6 +17,7 @@ __all__ = [
     "DeviceRefused",
     "FileDevice",
     "Get",
+    "Kind",
     "Label",
     "Mounted",
     "NewObject",
