@@ -124,6 +124,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
+    @harmless(dict[CacheHitSource, int])
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        return self._scheduler.hit_sources(request, num_external_tokens)
+
     @harmless(Jobs)
     def build_connector_meta(self, scheduler_output: Any) -> Jobs:
         return self._scheduler.build_connector_meta(scheduler_output)

@@ -28,8 +28,8 @@ LATE_S = 5.0  # behind a load's deadline every rank has reported, or reads nothi
 class _Load:
     """A job at the workers: it brings the tokens [start, stop), until `ends_s`.
 
-    `arrivals` is what of it comes from NVMe; `coming` are the positions that have not come yet. `read` says how many
-    objects each rank has read; those before `given_back` are not leased any more.
+    `arrivals` is what of it comes from NVMe (`on_disk`); `coming` are those that have not come yet. `read` says how
+    many objects each rank has read; those before `given_back` are not leased any more.
     """
 
     state: RequestState
@@ -42,9 +42,15 @@ class _Load:
     objects: list[Promised] = field(default_factory=list)
     reports: list[LoadReport] = field(default_factory=list)
     arrivals: Arrivals | None = None
+    on_disk: frozenset[int] = frozenset()
     coming: set[int] = field(default_factory=set)
     read: dict[Rank, int] = field(default_factory=dict)
     given_back: int = 0
+
+    def disk_tokens(self, valid: int) -> int:
+        """How many of the tokens that the first `valid` objects bring come from NVMe."""
+        from_disk = [self.links[at] for at in self.on_disk if at < valid]
+        return sum(min(link.stop, self.stop) - max(link.start, self.start) for link in from_disk)
 
     def stop_coming(self) -> None:
         """Nothing more is wanted from NVMe."""
@@ -124,6 +130,7 @@ class Loads:
     def _promote(self, load: _Load, lease: Lease, deadline_s: float) -> None:
         """Lets what is on NVMe come. What the job does not bring is not waited for."""
         load.coming = {n for n, promised in enumerate(load.objects) if promised.tier is Tier.NVME}
+        load.on_disk = frozenset(load.coming)
         if load.coming:
             wanted = {promised.key for promised in load.objects}
             self._leases.give_back(lease, {one.key for one in lease.promise.objects} - wanted)
@@ -142,6 +149,11 @@ class Loads:
         targets = tuple(blocks[load.start // self._block_tokens :])
         nothing = LoadObject(Key(bytes(32)), 0, b"", (), 0, b"", targets)
         return LoadJob(job, load.state.request_id, (), (nothing,), 0.0)
+
+    def disk_tokens(self, state: RequestState) -> int:
+        """How many of the tokens that a load under way is to bring come from NVMe."""
+        load = None if state.load is None else self._jobs.get(state.load)
+        return 0 if load is None else load.disk_tokens(len(load.objects))
 
     def take_ready(self) -> list[LoadJob]:
         """The jobs that the worker half has not been given yet."""
@@ -239,7 +251,8 @@ class Loads:
                 promised_tokens=load.stop - load.start,
                 pulled_tokens=max(pulled, 0),
                 reason=reasons[0] if reasons else load.reason,
-            )
+            ),
+            disk_tokens=load.disk_tokens(valid),
         )
 
     def _learn(self, load: _Load, worst: LoadReport) -> None:

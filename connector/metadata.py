@@ -126,13 +126,15 @@ class LoadMore:
 
 @dataclass(frozen=True, slots=True)
 class SaveObject:
-    """One object to push into granted pages. `blocks` are the engine blocks of its tokens, in order."""
+    """One object to push into granted pages. `blocks` are the engine blocks of its tokens, in order; `request` is
+    for the log."""
 
     key: Key
     generation: bytes
     extents: Extents
     size_bytes: int
     blocks: tuple[int, ...]
+    request: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,13 @@ class SaveJob:
     node: NodeAddress
     objects: tuple[SaveObject, ...]
     deadline_s: float
+
+    @property
+    def whose(self) -> str:
+        """Its requests, for the log; of many a few."""
+        names = list(dict.fromkeys(wanted.request for wanted in self.objects))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"request{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more}"
 
 
 @dataclass(frozen=True, slots=True)

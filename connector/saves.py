@@ -170,8 +170,8 @@ class Saves:
         for item, _ in granted:
             self.offers.placed[item.link.key] = node.node.hex()
         objects = tuple(
-            SaveObject(item.link.key, grant.generation, grant.extents, item.size_bytes, item.blocks)
-            for item, grant in granted
+            SaveObject(x.link.key, grant.generation, grant.extents, x.size_bytes, x.blocks, x.request)
+            for x, grant in granted
         )
         return SaveJob(job, node, objects, deadline_s)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from connector.asks import NOTHING, Answer, Asks
-from connector.compat import block_size_of, logger, unsupported_engine, was_aborted
+from connector.compat import CacheHitSource, block_size_of, logger, unsupported_engine, was_aborted
 from connector.config import Config
 from connector.control import Control, ReportLine
 from connector.growth import Growth
@@ -197,6 +197,13 @@ class SchedulerHalf:
         if ask.computed is not None:
             queried = state.prompt_tokens - ask.computed
             self.shared.stats.count(ReportLine(state.request_id, queried, 0, 0, ask.reason))
+
+    def hit_sources(self, request: Any, num_tokens: int) -> dict[CacheHitSource, int]:
+        """Where the tokens that have just been promised to vLLM come from."""
+        state = self.states.get(request.request_id)
+        disk = min(num_tokens, self.loads.disk_tokens(state)) if state is not None else 0
+        sources = {CacheHitSource.HOST: num_tokens - disk, CacheHitSource.DISK: disk}
+        return {source: tokens for source, tokens in sources.items() if tokens}
 
     # --- every step -----------------------------------------------------------------------------------
 

@@ -335,7 +335,8 @@ class WorkerHalf:
             report = self._push_items(save)
         except Exception as error:  # noqa: BLE001 - a thread's body never dies without its report
             with self._changed:
-                self._say(type(error), f"{len(save.job.objects)} pieces could not be saved: {error!r}")
+                line = f"{save.job.whose}: {len(save.job.objects)} pieces could not be saved: {error!r}"
+                self._say(type(error), line)
         finally:
             with self._changed:
                 self._report(save, report)
@@ -356,6 +357,7 @@ class WorkerHalf:
         failed = [result for result in results if not result.ok]
         if failed:
             line = f"{len(failed)} of {len(items)} pieces could not be saved: {failed[0].error}"
+            line = f"{save.job.whose}: {line}"
             with self._changed:
                 self._say(("save", failed[0].reason), line)
         return save.report(items, results, self._clock())

@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from connector import KVStoreConnector
+from connector.metadata import SaveJob, SaveObject
 from connector.metrics import COUNTERS, GAUGES, HISTOGRAMS, OBSERVATIONS_MAX, PREFIX, EngineStats
 from connector.stats import Cause
-from kvstore.core import MissReason
+from kvstore.core import Key, MissReason
 from tests.connector.support import BLOCK, CHUNK, Engine, Node, prompt
 from tests.connector.test_multi import MultiEngine
 
@@ -195,3 +198,35 @@ def test_the_documentation_lists_them_all(repository) -> None:
         for name, metric in metrics.items()
     ]
     assert rows == expected
+
+
+def test_what_comes_from_nvme_is_a_hit_on_disk() -> None:
+    """In our counts and in vLLM's own, which ask while the load is under way."""
+    node = Node()
+    Engine(node).generate("a", TEXT)
+    node.on_disk = set(list(node.objects)[1:])
+    engine = Engine(node)
+    prom = frontend(engine)
+    sources: dict[Any, int] = {}
+    ask = engine.connector.get_external_cache_hit_sources
+
+    def asked(request: Any, num_tokens: int) -> dict[Any, int]:
+        sources.update(ask(request, num_tokens))
+        return ask(request, num_tokens)
+
+    with patch.object(engine.connector, "get_external_cache_hit_sources", asked):
+        engine.generate("b", TEXT)
+    observe(prom, engine)
+    assert sources == {CacheHitSource.HOST: CHUNK, CacheHitSource.DISK: CHUNK + BLOCK}
+    assert sample("pulled_tokens_total", tier="host") == CHUNK
+    assert sample("pulled_tokens_total", tier="disk") == CHUNK + BLOCK
+
+
+def test_lines_of_saves_name_their_requests() -> None:
+    def job(*requests: str) -> SaveJob:
+        node = Node().address
+        return SaveJob(1, node, tuple(SaveObject(Key(bytes(32)), b"", (), 1, (), r) for r in requests), 1.0)
+
+    assert job("a", "a").whose == "request a"
+    assert job("a", "b", "a").whose == "requests a, b"
+    assert job(*"abcde").whose == "requests a, b, c and 2 more"
