@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from connector.control import Promise
+from connector.cost import Offer
 from connector.keys import Link
 from connector.leases import LEASE_S
 from connector.requests import Ask, RequestState
@@ -38,6 +39,7 @@ class Asks:
         self._leases = shared.leases
         self._known = shared.known
         self._paths = shared.paths
+        self._cost = shared.cost
         self._clock = shared.clock
 
     def look_up(self, state: RequestState) -> None:
@@ -172,12 +174,27 @@ class Asks:
             return
         promise = future.result()
         self._learn(state, promise)
-        promise = self._within_reach(promise)
+        promise = self._sooner(state, self._within_reach(promise), computed)
         ask.lease = self._leases.take(promise, ask.asked_s)
         ask.reason = promise.reason or ask.reason
         if not self._worth(state, self._promised(state), computed):
             self._leases.release(ask.lease)
             ask.lease = None
+
+    def _sooner(self, state: RequestState, promise: Promise, computed: int) -> Promise:
+        """What of a promise is loaded sooner than it is computed; or what is loaded to measure."""
+        links = (state.links or ())[state.ask.first :]
+        offers = [
+            Offer(link.stop - max(link.start, computed), one.size_bytes, one.node.node, one.tier, one.eta_s)
+            for link, one in zip(links, promise.objects, strict=False)
+        ]
+        if not offers:
+            return promise
+        surplus = promise.objects[self._cost.decide(offers).num_objects :]
+        if not surplus:
+            return promise
+        kept = self._control.shorten(promise, [one.key for one in surplus])
+        return replace(kept, reason=MissReason.TOO_SLOW)
 
     def _within_reach(self, promise: Promise) -> Promise:
         """What of a promise lies before the first object at a node that moves no bytes."""

@@ -47,6 +47,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     min_tokens: Annotated[
         int, Meta(ge=0, description="a hit of fewer tokens beyond the local prefix cache is not loaded")
     ] = 64
+    load_policy: Annotated[
+        str,
+        Meta(
+            pattern="^(cost|always|never)$",
+            description="what decides between loading a hit and computing it: measured cost, always load, never load",
+        ),
+    ] = "cost"
     request_timeout_s: Annotated[Seconds, Meta(description="how long one request to a node may take")] = 1.0
     lookup_timeout_s: Annotated[
         Seconds, Meta(description="how long a request may be held back to learn what is stored for it")

@@ -11,13 +11,14 @@ in `LoadMore`, as they come into DRAM. What all ranks have read is given back, w
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from connector.control import Arrivals, Promised, ReportLine
 from connector.keys import Link
 from connector.leases import Lease
 from connector.metadata import LoadJob, LoadMore, LoadObject, LoadReport, Place, Rank
 from connector.requests import Ask, RequestState
+from connector.samples import samples_of
 from connector.shared import Shared
 from kvstore.core import Key, MissReason, Tier
 
@@ -70,6 +71,7 @@ class Loads:
         self._paths = shared.paths
         self._clock = shared.clock
         self._stats = shared.stats
+        self._cost = shared.cost
         self._block_tokens = shared.block_tokens
         self._world_size = shared.world_size
         self._jobs: dict[int, _Load] = {}
@@ -178,7 +180,7 @@ class Loads:
             if (promised := arrival.promised) is None:
                 lost_from, reason = arrival.position, arrival.reason
             else:
-                load.objects[arrival.position] = promised
+                load.objects[arrival.position] = replace(promised, tier=Tier.NVME)  # whence it came
                 places[arrival.position] = Place(promised.generation, promised.extents, promised.table)
         if load.arrivals.done:
             load.arrivals = None
@@ -239,6 +241,8 @@ class Loads:
                 self._control.suspect(load.lease.promise, load.objects[position], load.state.request_id)
             self._leases.release(load.lease, cold=load.state.hints.release_cold and not failed)
         self._learn(load, worst)
+        for sample in samples_of(load.objects, load.reports) if load.objects else ():
+            self._cost.pulled(*sample)
         pulled = min(load.links[valid - 1].stop, load.stop) - load.start if load.links and valid else 0
         reasons = [report.reason for report in load.reports if report.reason is not None]
         self._stats.loaded(load.reports)

@@ -211,12 +211,23 @@ class SchedulerHalf:
         """The step's jobs. Loads go whatever happens to saves."""
         jobs = Jobs(loads=self.loads.take_ready())
         jobs.more.extend(self._more_of_loads())
+        self._begin_step(scheduler_output)
         self._tick()
         jobs.saves.extend(self._ready_saves())
         self._plan_saves(scheduler_output)
         if jobs.loads or jobs.saves:
             jobs.shape = self.session.shape
         return jobs
+
+    @harmless(lambda: None)
+    def _begin_step(self, scheduler_output: Any) -> None:
+        shared, drafts = self.shared, scheduler_output.scheduled_spec_decode_tokens
+        shared.steps.begin(shared.clock(), scheduler_output.num_scheduled_tokens, drafts)
+
+    def step_ended(self) -> None:
+        """The scheduler has taken a step's output, the oldest one's under way."""
+        if (prefilled := self.shared.steps.end(self.shared.clock())) is not None:
+            self.shared.cost.prefilled(*prefilled)
 
     @harmless(lambda: None)
     def _tick(self) -> None:

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 
 from connector.config import Config
 from connector.control import Control
+from connector.cost import Cost, LoadPolicy
 from connector.known import Known
 from connector.leases import Leases
 from connector.paths import Paths
 from connector.stats import Stats
+from connector.steps import Steps
 
 
 @dataclass(slots=True)
@@ -31,11 +33,14 @@ class Shared:
     world_size: int
     epoch: int = 0
     stats: Stats = field(default_factory=Stats)
+    steps: Steps = field(default_factory=Steps)
+    cost: Cost = field(init=False)
     known: Known = field(init=False)
     leases: Leases = field(init=False)
     paths: Paths = field(init=False)
 
     def __post_init__(self) -> None:
+        self.cost = Cost(LoadPolicy(self.config.load_policy))
         self.known = Known(self.clock)
         self.leases = Leases(self.control, self.clock)
         self.paths = Paths(self.clock)
