@@ -40,6 +40,7 @@ class Asks:
         self._known = shared.known
         self._paths = shared.paths
         self._cost = shared.cost
+        self._stats = shared.stats
         self._clock = shared.clock
 
     def look_up(self, state: RequestState) -> None:
@@ -190,7 +191,9 @@ class Asks:
         ]
         if not offers:
             return promise
-        surplus = promise.objects[self._cost.decide(offers).num_objects :]
+        verdict = self._cost.decide(offers)
+        self._stats.fresh.add("load_decisions", 1, verdict.decision)
+        surplus = promise.objects[verdict.num_objects :]
         if not surplus:
             return promise
         kept = self._control.shorten(promise, [one.key for one in surplus])

@@ -48,6 +48,10 @@ def _no_reports() -> Reports | None:
     return None
 
 
+def _no_events() -> tuple[Any, ...]:
+    return ()
+
+
 def _no_stats() -> EngineStats | None:
     return None
 
@@ -63,8 +67,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     Raises:
         BadConfiguration: `kv_connector_extra_config` cannot work. Nothing is raised after that.
     """
-
-    _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -156,6 +158,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset_cache()
 
+    @harmless(_no_events)
+    def take_events(self) -> tuple[Any, ...]:
+        """Called when the scheduler has taken a step's output; events there are none."""
+        self._scheduler.step_ended()
+        return ()
+
     # --- worker half ----------------------------------------------------------------------------------
 
     @harmless(_nothing)
@@ -213,7 +221,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(_no_stats)
     def get_kv_connector_stats(self) -> EngineStats | None:
         scheduling = self._role is KVConnectorRole.SCHEDULER
-        return self._scheduler.shared.stats.take_fresh() if scheduling else None
+        return self._scheduler.take_stats() if scheduling else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EngineStats:

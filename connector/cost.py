@@ -16,6 +16,7 @@ request is computed when there have been loads enough to compare with.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -53,11 +54,20 @@ class Offer(NamedTuple):
     eta_s: float = 0.0
 
 
+class Decision(StrEnum):
+    """What was decided on a promise: all, some or nothing of it is loaded; or this much is loaded to measure."""
+
+    LOAD = "load"
+    CUT = "cut"
+    COMPUTE = "compute"
+    PROBE = "probe"
+
+
 class Verdict(NamedTuple):
-    """Load the first `num_objects`. `probe`: to measure, not because it is sooner."""
+    """Load the first `num_objects`."""
 
     num_objects: int
-    probe: bool = False
+    decision: Decision
 
 
 class Place(NamedTuple):
@@ -89,19 +99,14 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class CostNumbers:
-    """What was measured and decided so far, as plain numbers for metrics; rates are None until measured.
+    """What was measured and decided so far, as plain numbers for metrics; rates only once they were measured.
 
-    `pull_bytes_per_s` is by (node id in hex, tier). Of the promises that were decided on (`always` and `never` decide
-    nothing), `loaded` were loaded whole, `cut` in part, `computed` not at all; `probes` were loaded or computed to
-    measure, and are in none of the others.
+    `pull_bytes_per_s` is by (node id in hex, tier).
     """
 
     prefill_tokens_per_s: float | None
     pull_bytes_per_s: Mapping[tuple[str, str], float]
-    loaded: int
-    cut: int
-    computed: int
-    probes: int
+    decisions: Mapping[Decision, int]
 
 
 @dataclass(slots=True)
@@ -113,10 +118,7 @@ class Cost:
     """
 
     policy: LoadPolicy = LoadPolicy.COST
-    loaded: int = 0
-    cut: int = 0
-    computed: int = 0
-    probes: int = 0
+    decisions: Counter[Decision] = field(default_factory=Counter)
     _prefill: Rate = field(default_factory=Rate)
     _pulls: dict[Place, Rate] = field(default_factory=dict)
     _greeted: set[NodeId] = field(default_factory=set)
@@ -145,35 +147,32 @@ class Cost:
         return CostNumbers(
             1 / prefill if prefill else None,
             {(place.node.hex(), place.tier.value): 1 / value for place, value in pulls.items() if value},
-            self.loaded,
-            self.cut,
-            self.computed,
-            self.probes,
+            dict(self.decisions),
         )
 
     # --- deciding -------------------------------------------------------------------------------------
 
     def decide(self, offers: Sequence[Offer]) -> Verdict:
         """How much of a promise to load. To be asked once for each promise."""
+        verdict = self._verdict(offers)
+        self.decisions[verdict.decision] += 1
+        return verdict
+
+    def _verdict(self, offers: Sequence[Offer]) -> Verdict:
         if self.policy is LoadPolicy.ALWAYS:
-            return Verdict(len(offers))
+            return Verdict(len(offers), Decision.LOAD)
         if self.policy is LoadPolicy.NEVER:
-            return Verdict(0)
+            return Verdict(0, Decision.COMPUTE)
         if self._is_trial(offers):
-            self.probes += 1
-            return Verdict(0, probe=True)
+            return Verdict(0, Decision.PROBE)
         best = self._best(offers)
         if best == len(offers):
-            self.loaded += 1
-            return Verdict(best)
+            return Verdict(best, Decision.LOAD)
         self._since_probe += 1
         if self._since_probe == PROBE_EVERY:
             self._since_probe = 0
-            self.probes += 1
-            return Verdict(min(best + PROBE_OBJECTS, len(offers)), probe=True)
-        self.cut += best > 0
-        self.computed += best == 0
-        return Verdict(best)
+            return Verdict(min(best + PROBE_OBJECTS, len(offers)), Decision.PROBE)
+        return Verdict(best, Decision.CUT if best else Decision.COMPUTE)
 
     def _is_trial(self, offers: Sequence[Offer]) -> bool:
         """Whether this request is computed to learn what computing costs."""

@@ -13,6 +13,7 @@ in `LoadMore`, as they come into DRAM. What all ranks have read is given back, w
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from connector.compat import logger
 from connector.control import Arrivals, Promised, ReportLine
 from connector.keys import Link
 from connector.leases import Lease
@@ -21,6 +22,8 @@ from connector.requests import Ask, RequestState
 from connector.samples import samples_of
 from connector.shared import Shared
 from kvstore.core import Key, MissReason, Tier
+
+log = logger(__name__)
 
 LATE_S = 5.0  # behind a load's deadline every rank has reported, or reads nothing any more
 
@@ -243,7 +246,11 @@ class Loads:
         self._learn(load, worst)
         for sample in samples_of(load.objects, load.reports) if load.objects else ():
             self._cost.pulled(*sample)
-        pulled = min(load.links[valid - 1].stop, load.stop) - load.start if load.links and valid else 0
+        pulled = (
+            max(0, min(load.links[valid - 1].stop, load.stop) - load.start) if load.links and valid else 0
+        )
+        if disk_tokens := load.disk_tokens(valid):
+            log.info("request %s: %d tokens pulled: %d from NVMe", load.state.request_id, pulled, disk_tokens)
         reasons = [report.reason for report in load.reports if report.reason is not None]
         self._stats.loaded(load.reports)
         self._stats.loads += 1
@@ -253,10 +260,10 @@ class Loads:
                 load.state.request_id,
                 queried_tokens=load.state.prompt_tokens - load.start,
                 promised_tokens=load.stop - load.start,
-                pulled_tokens=max(pulled, 0),
+                pulled_tokens=pulled,
                 reason=reasons[0] if reasons else load.reason,
             ),
-            disk_tokens=load.disk_tokens(valid),
+            disk_tokens=disk_tokens,
         )
 
     def _learn(self, load: _Load, worst: LoadReport) -> None:

@@ -38,8 +38,14 @@ COUNTERS = {
     "saved_tokens": Metric("Tokens of objects that have become visible."),
     "dropped_tokens": Metric("Tokens of objects that were to be saved and were not.", "reason"),
     "bytes": Metric("Bytes that workers have moved.", "direction"),
+    "load_decisions": Metric(
+        "Promises by what was decided on them: load, cut (in part), compute, probe (to measure).", "decision"
+    ),
 }
-GAUGES: dict[str, Metric] = {}
+GAUGES = {
+    "prefill_tokens_per_second": Metric("How fast this engine computes prompts, as far as measured."),
+    "pull_bytes_per_second": Metric("How fast loads come, by node and tier, as far as measured.", "source"),
+}
 HISTOGRAMS = {
     "seconds": Metric(
         "lookup, lease, reserve, commit: a question to the store. read: until a load's last byte has come; "

@@ -23,6 +23,7 @@ from connector.hints import Hints, read_hints
 from connector.keys import AdapterDigests, Chain
 from connector.loads import Loads
 from connector.metadata import Jobs, LoadMore, LoadReport, Rank, Reports, SaveJob, SaveReport
+from connector.metrics import EngineStats
 from connector.requests import Ask, RequestState
 from connector.saves import Saves
 from connector.session import Session
@@ -218,6 +219,16 @@ class SchedulerHalf:
         if jobs.loads or jobs.saves:
             jobs.shape = self.session.shape
         return jobs
+
+    def take_stats(self) -> EngineStats | None:
+        """What was counted since the last call, for vLLM's metrics."""
+        stats, numbers = self.shared.stats, self.shared.cost.numbers
+        if not stats.fresh.is_empty():
+            if numbers.prefill_tokens_per_s is not None:
+                stats.fresh.show("prefill_tokens_per_second", numbers.prefill_tokens_per_s)
+            for (node, tier), rate in numbers.pull_bytes_per_s.items():
+                stats.fresh.show("pull_bytes_per_second", rate, f"{node} {tier}")
+        return stats.take_fresh()
 
     @harmless(lambda: None)
     def _begin_step(self, scheduler_output: Any) -> None:

@@ -46,11 +46,13 @@ def _label(cause: str) -> str:
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the engine's start. `dropped` counts objects that were not saved, by cause."""
+    """Counters since the engine's start. `disk_tokens` are those of the pulled ones that came from NVMe; `dropped`
+    counts objects that were not saved, by cause."""
 
     queried_tokens: int = 0
     promised_tokens: int = 0
     pulled_tokens: int = 0
+    disk_tokens: int = 0
     loads: int = 0
     loads_failed: int = 0
     offered_objects: int = 0
@@ -66,6 +68,7 @@ class Stats:
         self.queried_tokens += line.queried_tokens
         self.promised_tokens += line.promised_tokens
         self.pulled_tokens += line.pulled_tokens
+        self.disk_tokens += disk_tokens
         if line.reason is not None:
             self.misses[line.reason] += 1
         if len(self._lines) < limits.REPORTS_PER_CALL_MAX:

@@ -14,6 +14,7 @@ from connector.cost import (
     PROBE_OBJECTS,
     TRIAL_AFTER_LOADS,
     Cost,
+    Decision,
     LoadPolicy,
     Offer,
     Place,
@@ -73,7 +74,7 @@ def loads(verdicts: list[Verdict], chunks: int = 8) -> float:
 
 
 def probes(verdicts: list[Verdict]) -> float:
-    return sum(one.probe for one in verdicts) / len(verdicts)
+    return sum(one.decision is Decision.PROBE for one in verdicts) / len(verdicts)
 
 
 @pytest.mark.parametrize("noise", [1.0, 2.0])
@@ -93,15 +94,15 @@ def test_a_link_ten_times_faster_is_always_used_and_never_probed(noise) -> None:
     engine = Engine(measured({}), EVEN * 10, noise=noise)
     engine.run(20)
     assert loads(engine.run(1_000)) >= 0.95
-    assert engine.cost.probes == 0
+    assert engine.cost.decisions[Decision.PROBE] == 0
 
 
 def test_an_engine_that_finds_everything_stored_computes_once_to_learn_what_it_costs() -> None:
     engine = Engine(measured({}, None), EVEN * 10)
     verdicts = engine.run(500)
-    assert [one for one in verdicts if one.probe] == [Verdict(0, probe=True)]
+    assert [one for one in verdicts if one.decision is Decision.PROBE] == [Verdict(0, Decision.PROBE)]
     assert loads(verdicts) >= 0.99
-    assert verdicts.index(Verdict(0, probe=True)) <= TRIAL_AFTER_LOADS + 1
+    assert verdicts.index(Verdict(0, Decision.PROBE)) <= TRIAL_AFTER_LOADS + 1
 
 
 def test_long_requests_are_not_computed_to_learn() -> None:
@@ -137,7 +138,7 @@ def test_the_first_pull_from_a_node_is_not_counted() -> None:
     cost = measured({}, PREFILL)
     cost.pulled(Place(ONE, Tier.DRAM), SIZE, 3.0)  # connections are opened
     assert cost.numbers.pull_bytes_per_s == {}
-    assert cost.decide(offers(4)) == Verdict(4)
+    assert cost.decide(offers(4)).num_objects == 4
     cost.pulled(Place(ONE, Tier.DRAM), SIZE, SIZE / (EVEN * 10))
     assert cost.numbers.pull_bytes_per_s[ONE.hex(), "dram"] == pytest.approx(EVEN * 10)
 
@@ -145,40 +146,39 @@ def test_the_first_pull_from_a_node_is_not_counted() -> None:
 def test_what_lies_in_the_faster_tier_is_loaded_and_the_rest_computed() -> None:
     cost = measured({Place(ONE, Tier.DRAM): EVEN * 10, Place(ONE, Tier.NVME): EVEN / 3})
     mixed = [*offers(3), *offers(5, Tier.NVME)]
-    assert cost.decide(mixed) == Verdict(3)
-    assert cost.numbers.cut == 1
+    assert cost.decide(mixed).num_objects == 3
+    assert cost.numbers.decisions == {Decision.CUT: 1}
     fast = measured({Place(ONE, Tier.DRAM): EVEN * 10, Place(ONE, Tier.NVME): EVEN * 2})
-    assert fast.decide(mixed) == Verdict(8)
+    assert fast.decide(mixed).num_objects == 8
 
 
 def test_a_slow_node_does_not_hold_a_fast_one_back() -> None:
     cost = measured({Place(ONE, Tier.DRAM): EVEN * 10, Place(TWO, Tier.DRAM): EVEN / 10})
-    assert cost.decide([*offers(4), *offers(2, node=TWO)]) == Verdict(4)
-    assert cost.decide(offers(4, node=TWO)) == Verdict(0)
-    assert cost.decide(offers(4)) == Verdict(4)
+    assert cost.decide([*offers(4), *offers(2, node=TWO)]).num_objects == 4
+    assert cost.decide(offers(4, node=TWO)).num_objects == 0
+    assert cost.decide(offers(4)).num_objects == 4
 
 
 def test_nodes_are_read_at_the_same_time() -> None:
     cost = measured({Place(ONE, Tier.DRAM): EVEN * 0.8, Place(TWO, Tier.DRAM): EVEN * 0.8})
-    assert cost.decide(offers(8)) == Verdict(0)
+    assert cost.decide(offers(8)).num_objects == 0
     assert cost.decide([*offers(4), *offers(4, node=TWO)]).num_objects == 8
 
 
 def test_a_node_s_own_word_on_its_queue_counts() -> None:
     """NVMe is fast, but a hundred others wait for it."""
     cost = measured({Place(ONE, Tier.NVME): EVEN * 10})
-    assert cost.decide(offers(8, Tier.NVME, eta_s=0.1)) == Verdict(8)
-    assert cost.decide(offers(8, Tier.NVME, eta_s=9.0)) == Verdict(0)
+    assert cost.decide(offers(8, Tier.NVME, eta_s=0.1)).num_objects == 8
+    assert cost.decide(offers(8, Tier.NVME, eta_s=9.0)).num_objects == 0
 
 
 def test_a_probe_loads_a_little_of_what_is_too_slow() -> None:
     cost = measured({Place(ONE, Tier.DRAM): EVEN * 10, Place(ONE, Tier.NVME): EVEN / 10})
     mixed = [*offers(3), *offers(9, Tier.NVME)]
     verdicts = [cost.decide(mixed) for _ in range(10 * PROBE_EVERY)]
-    assert set(verdicts) == {Verdict(3), Verdict(3 + PROBE_OBJECTS, probe=True)}
-    assert sum(one.probe for one in verdicts) == 10
-    numbers = cost.numbers
-    assert (numbers.cut, numbers.probes, numbers.loaded, numbers.computed) == (990, 10, 0, 0)
+    assert set(verdicts) == {Verdict(3, Decision.CUT), Verdict(3 + PROBE_OBJECTS, Decision.PROBE)}
+    assert sum(one.decision is Decision.PROBE for one in verdicts) == 10
+    assert cost.numbers.decisions == {Decision.CUT: 990, Decision.PROBE: 10}
 
 
 @pytest.mark.parametrize(("policy", "expected"), [(LoadPolicy.ALWAYS, 4), (LoadPolicy.NEVER, 0)])
@@ -188,7 +188,7 @@ def test_the_user_may_decide(policy, expected) -> None:
         for _ in range(3):
             cost.pulled(Place(ONE, Tier.DRAM), SIZE, SIZE / rate)
         cost.prefilled(1_024, 1_024 / PREFILL)
-        assert {cost.decide(offers(4)) for _ in range(2 * PROBE_EVERY)} == {Verdict(expected)}
+        assert {cost.decide(offers(4)).num_objects for _ in range(2 * PROBE_EVERY)} == {expected}
 
 
 def test_small_steps_say_nothing_about_the_rate() -> None:
