@@ -22,13 +22,14 @@ MOONCAKE_PORTS = range(15_000, 17_001)
 
 
 def transfer_config(control: str, **settings: object) -> str:
-    """The value of --kv-transfer-config for a store at `control`."""
+    """The value of --kv-transfer-config for a store at `control`. Whatever is stored is loaded: what these tests see
+    must not depend on how fast the machine is at the moment."""
     return json.dumps(
         {
             "kv_connector": "KVStoreConnector",
             "kv_connector_module_path": "connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"node": control, **settings},
+            "kv_connector_extra_config": {"node": control, "load_policy": "always", **settings},
         }
     )
 

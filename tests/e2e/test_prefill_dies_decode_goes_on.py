@@ -13,6 +13,7 @@ import pytest
 from deploy.demo.engine import Answer, Engine
 from deploy.demo.forge import forge_all
 from deploy.demo.node import Node
+from tests.e2e.support import transfer_config
 from tests.support import free_port, wait_until
 
 GENERATED_TOKENS = 24
@@ -29,7 +30,7 @@ def test_decode_says_the_same_whatever_becomes_of_prefill_and_store(
         exits.callback(node.stop)
         node.wait_ready()
         prefill, decode = (
-            Engine(name, model_path, free_port(), tmp_path, store=node.transfer_config)
+            Engine(name, model_path, free_port(), tmp_path, store=transfer_config(node.control))
             for name in ("prefill", "decode")
         )
         exits.callback(prefill.stop)
