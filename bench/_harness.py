@@ -127,10 +127,14 @@ class Report:
         """Adds a line below the table: settings, machine, what was pre-faulted."""
         self._notes.append(line)
 
+    def content(self) -> dict[str, object]:
+        """Everything, for JSON."""
+        return {"rows": self._rows, "summary": self._summary, "notes": self._notes}
+
     def finish(self, as_json: bool) -> int:
         """Prints everything; the exit code."""
         if as_json:
-            print(json.dumps({"rows": self._rows, "summary": self._summary, "notes": self._notes}, indent=1))
+            print(json.dumps(self.content(), indent=1))
             return 0
         print(self._title)
         print(*_aligned(self._lines), sep="\n")
@@ -142,6 +146,17 @@ class Report:
             bound = "at most" if name in self._at_most else "at least"
             print(f"{name}: {value:.2f} {entry['unit']}, aim {bound} {aim} {'met' if met else 'MISSED'}")
         return 0
+
+
+def finish_all(reports: Sequence[Report], as_json: bool) -> int:
+    """Prints several reports of one benchmark, with --json as one list; the exit code."""
+    if as_json:
+        print(json.dumps([report.content() for report in reports], indent=1))
+        return 0
+    for report in reports:
+        report.finish(as_json=False)
+        print()
+    return 0
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -27,8 +27,9 @@ class RawMooncake:
 
     def __enter__(self) -> Self:
         with ExitStack() as processes:
-            _, peer, address = self._start(processes, "target")
+            target, peer, address = self._start(processes, "target")
             self._client, *_ = self._start(processes, "client", peer, address)
+            self.pids = [target.pid, self._client.pid]
             self._processes = processes.pop_all()
         return self
 

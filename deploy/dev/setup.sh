@@ -93,7 +93,7 @@ main() {
   debian_packages
   step "virtual environment" "$("$PYTHON" -V) in $PWD" "$VENV/.stamps/venv" "$PYTHON" -m venv --clear "$VENV"
   local name
-  for name in runtime mooncake dev vllm model; do requirements "$name"; done
+  for name in runtime mooncake dev vllm model bench; do requirements "$name"; done
   step "the vllm command" "$(digest_of "$HERE/vllm-alias/pyproject.toml")" "$VENV/.stamps/vllm-alias" \
     "$VENV/bin/pip" install --no-deps --no-build-isolation "./$HERE/vllm-alias"
   step "kvstore itself" "$(digest_of pyproject.toml)" "$VENV/.stamps/kvstore" \
