@@ -5,10 +5,11 @@ from kvstore.transfer.auto import AutoTransfer
 from kvstore.transfer.base import Handle, Piece, Status, Transfer
 from kvstore.transfer.in_process import Fault, InProcessNetwork, InProcessTransfer, Plan
 from kvstore.transfer.mooncake import MooncakeTransfer
-from kvstore.transfer.self_transfer import SelfTransfer, self_transfer
+from kvstore.transfer.self_transfer import RDMA_PACKET_BYTES_MAX, SelfTransfer, self_transfer
 from kvstore.transfer.shared_memory import SharedMemoryTransfer
 
 __all__ = [
+    "RDMA_PACKET_BYTES_MAX",
     "ArenaSocket",
     "AutoTransfer",
     "Fault",

@@ -1,4 +1,5 @@
-"""A node's side of a Mooncake transfer, as a process of its own: `python -m tests.transfer.peer FILE BYTES`.
+"""A node's side of a Mooncake transfer, as a process of its own: `python -m tests.transfer.peer FILE BYTES
+HOST PROTOCOL DEVICES`.
 
 It maps the file, registers it, and says `ready SEGMENT ADDRESS`. SIGUSR1: unregister, and say so.
 """
@@ -14,7 +15,8 @@ from tests.contracts.transfer_memory import Memory
 def main() -> None:
     path, size_bytes = Path(sys.argv[1]), int(sys.argv[2])
     memory = Memory(size_bytes, path)
-    transfer = MooncakeTransfer("127.0.0.1")
+    host, protocol, devices = sys.argv[3:]
+    transfer = MooncakeTransfer(host, protocol, devices)
     transfer.register(memory.address, size_bytes)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     print("ready", transfer.segment, memory.address, flush=True)
