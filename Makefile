@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-matrix test-nvmeof test-rdma soak demo bench clean
+.PHONY: help setup check test test-matrix test-nvmeof soak demo bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,11 +27,8 @@ soak: setup ## The fault tests in long rounds, an hour, the last ones as root; C
 test-matrix: setup ## Real vLLM engines of different TP and PP feed each other; half an hour
 	$(PY) -m tests.matrix.run
 
-test-nvmeof: setup ## NVMe tier on a real NVMe/TCP device in a virtual machine, its link cut; a minute, as root
+test-nvmeof: setup ## NVMe tier on a real NVMe/TCP device in a virtual machine, its link cut; two minutes
 	$(PY) -m tests.nvmeof
-
-test-rdma: setup ## Transfers and a node over RDMA (soft-RoCE) in a virtual machine; minutes, as root
-	$(PY) -m tests.rdma
 
 demo: setup ## Real vLLM prefill pushes and is killed; fresh engines behind `kvstore proxy` pull and go on
 	@$(PY) deploy/demo/run.py
