@@ -80,6 +80,11 @@ class Node:
         """The sum of a metric's samples that carry these labels."""
         return total(self._http.get("/metrics").text, name, labels)
 
+    def reports(self, request: str) -> list[dict[str, Any]]:
+        """What engines have reported of a request, by the id of its response; empty if nothing."""
+        reply = self._http.get(f"/v1/requests/{request}")
+        return [] if reply.status_code == httpx.codes.NOT_FOUND else list(reply.json()["reports"])
+
     def objects(self) -> list[dict[str, Any]]:
         """Everything that the node holds, from /v1/objects."""
         found: list[dict[str, Any]] = []

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import httpx
 
@@ -70,17 +70,26 @@ def ask(engine: Engine, prompt: Prompt, max_tokens: int, **more: Any) -> Asked:
     return Asked(answer, after[0] - before[0], after[1] - before[1], waited_s, took_s)
 
 
+class Completed(NamedTuple):
+    """A completion in token ids, and the id of its response."""
+
+    prompt: list[int]
+    answer: list[int]
+    request: str
+
+
 def complete_ids(
     engine: Engine, prompt: str | list[int], max_tokens: int, salt: str | None = None
-) -> tuple[list[int], list[int]]:
-    """One greedy completion, in token ids: those of the prompt and those of the answer."""
+) -> Completed:
+    """One greedy completion."""
     body: dict[str, Any] = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens}
     body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     reply = httpx.post(
         f"{engine.url}/v1/completions", json=body | ({"cache_salt": salt} if salt else {}), timeout=300
     )
-    [choice] = reply.raise_for_status().json()["choices"]
-    return choice["prompt_token_ids"], choice["token_ids"]
+    said = reply.raise_for_status().json()
+    [choice] = said["choices"]
+    return Completed(choice["prompt_token_ids"], choice["token_ids"], said["id"])
 
 
 def external(engine: Engine) -> tuple[int, int]:

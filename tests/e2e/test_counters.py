@@ -110,6 +110,12 @@ class Talk:
         print(f"{self.given_up} given up; {counted}; vLLM: {queried} queried, {promised} hits")
         assert (counted["queried"], counted["promised"]) == (queried, promised)
         assert counted["pulled"] + counted["missed"] == counted["queried"]
+        wait_until(lambda: self.metric("queried_tokens_total") >= queried, 10, "the engine's own metrics")
+        assert {name: self.metric(f"{name}_tokens_total") for name in counted} == counted
+
+    def metric(self, name: str, **labels: str) -> int:
+        """One of the connector's in the engine's /metrics."""
+        return int(self.engine.metric(f"vllm:kvstore_{name}", **labels))
 
 
 @pytest.fixture
@@ -128,8 +134,8 @@ def talk(model_path: Path, tmp_path: Path) -> Iterator[Talk]:
 def assert_the_next_turn_pulls_the_answer(talk: Talk, text: str) -> None:
     """Nothing but what the user has added, and the chunk that the answer has left unfinished, is computed again."""
     chunks = talk.node.gauge("kvstore_objects", tier="dram")
-    prompt, answer = complete_ids(talk.engine, text[:1_120], ANSWER_TOKENS)
-    turn = [*prompt, *answer, *complete_ids(talk.engine, "What came next?", 1)[0]]
+    prompt, answer, _ = complete_ids(talk.engine, text[:1_120], ANSWER_TOKENS)
+    turn = [*prompt, *answer, *complete_ids(talk.engine, "What came next?", 1).prompt]
     whole = (len(prompt) + ANSWER_TOKENS - 1) // CHUNK_TOKENS
     assert len(prompt) <= (whole - 1) * CHUNK_TOKENS, "there is no chunk of generated tokens alone"
     wait_until(
@@ -137,11 +143,18 @@ def assert_the_next_turn_pulls_the_answer(talk: Talk, text: str) -> None:
         30,
         "the answer to be saved",
     )
-    _, alone = complete_ids(talk.engine, turn, GENERATED_TOKENS, salt="alone")
+    alone = complete_ids(talk.engine, turn, GENERATED_TOKENS, salt="alone").answer
     talk.engine.forget_local_prefixes()
     before = talk.pulled()
-    assert complete_ids(talk.engine, turn, GENERATED_TOKENS)[1] == alone
+    pulling = complete_ids(talk.engine, turn, GENERATED_TOKENS)
+    assert pulling.answer == alone
     assert talk.pulled() - before == whole * CHUNK_TOKENS
+    wait_until(lambda: talk.node.reports(pulling.request), 10, "the report of that request")
+    [report] = talk.node.reports(pulling.request)
+    assert (report["queried"], report["pulled"]) == (len(turn), whole * CHUNK_TOKENS)
+    assert talk.metric("saved_tokens_total") >= whole * CHUNK_TOKENS
+    for stage in ("lookup", "lease", "load", "reserve", "save", "commit"):
+        assert talk.metric("seconds_count", stage=stage) > 0, stage
 
 
 def test_what_is_counted_is_the_same_everywhere_and_nothing_is_left(talk: Talk, repository: Path) -> None:
