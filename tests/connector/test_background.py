@@ -3,6 +3,7 @@
 Only the bytes are the fake worker's: it keeps them by generation, as the node's pages would.
 """
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -102,6 +103,29 @@ def test_what_is_committed_is_promised_until_it_is_released(control, node_proces
     wait_until(lambda: held(node_process) == (1, 0), WAIT_S)
     control.release(promise)
     wait_until(lambda: held(node_process) == (0, 0), WAIT_S)
+
+
+def cold(node: RunningNode, keys: list[Key]) -> list[bool]:
+    listing = json.loads(node.get("/v1/objects?limit=1000")[1])["objects"]
+    flags = {shown["key"]: shown["cold"] for shown in listing}
+    return [flags[key.hex()] for key in keys]
+
+
+def test_what_one_engine_has_consumed_is_cold_unless_another_uses_it(control, node_process) -> None:
+    """Mutants: a consumed object is dropped, or is cold for everybody."""
+    control.open(MANIFEST)
+    keys = stored(control, 8)
+    readers = [connect(node_process) for _ in range(3)]
+    for reader, consumes, expected in zip(readers, (True, False, True), (True, False, False), strict=True):
+        reader.open(MANIFEST)
+        promise = reader.acquire(keys, 30.0, 0.0, ()).result(WAIT_S)
+        assert len(promise.objects) == len(keys)
+        wait_until(lambda: held(node_process) == (1, 0), WAIT_S)
+        reader.release(promise, cold=consumes)
+        wait_until(lambda: held(node_process) == (0, 0), WAIT_S)
+        assert cold(node_process, keys) == [expected] * len(keys)
+    for reader in readers:
+        reader.close()
 
 
 def test_a_second_writer_learns_that_it_exists(control) -> None:

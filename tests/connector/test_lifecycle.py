@@ -383,8 +383,15 @@ def one_turn(rng: random.Random, turn: int, engines: list[Engine], texts: list[l
     """Something happens to one of the engines, or to the node, and then it takes a step."""
     engine, node = rng.choice(engines), engines[0].node
     if rng.random() < 0.3:
-        params = rng.choice([None, *(p for e in engines for p in e.params.values())])
-        engine.submit(f"r{turn}", rng.choice(texts), max_tokens=rng.randrange(1, 30), params=params)
+        params = dict(rng.choice([{}, *(p for e in engines for p in e.params.values())]))
+        params |= {name: True for name in ("one_shot", "consume_once") if rng.random() < 0.1}
+        text, more = rng.choice(texts), 0
+        if rng.random() < 0.3:  # a next turn, or an answer that goes on
+            said = rng.choice([text, *(each for e in engines for each in e.model_tokens.values())])
+            text, more = said[:900], rng.randrange(30)
+        if rng.random() < 0.3:
+            params["live"] = more
+        engine.submit(f"r{turn}", text, max_tokens=rng.randrange(1, 100), params=params)
     if rng.random() < 0.08 and engine.scheduler.requests:
         engine.abort(rng.choice(list(engine.scheduler.requests)))
     if rng.random() < 0.1 and node.objects:
@@ -422,7 +429,13 @@ def test_storms(seed) -> None:
     rng = random.Random(seed)
     node = Node()
     engines = [
-        Engine(node, num_blocks=rng.choice([60, 90]), max_batched=rng.choice([48, 96, 256]), ahead=ahead)
+        Engine(
+            node,
+            num_blocks=rng.choice([60, 90]),
+            max_batched=rng.choice([48, 96, 256]),
+            ahead=ahead,
+            write_back=rng.random() < 0.7,
+        )
         for ahead in (rng.random() < 0.5, rng.random() < 0.5, False)
     ]
     texts = [prompt(number // 3, rng.randrange(5, 500)) for number in range(12)]
