@@ -308,7 +308,7 @@ class SharedMemoryTransfer:
             addresses = self._begin(moving, piece)
             if addresses is None:
                 return
-            ctypes.memmove(*addresses, piece.size_bytes)
+            self._move(*addresses, piece.size_bytes)
             self._end(moving, piece.size_bytes)
         with self._changed:
             if moving.status is Status.PENDING:
@@ -316,6 +316,9 @@ class SharedMemoryTransfer:
 
     def _before_piece(self) -> None:
         """A place for tests to stand in the way."""
+
+    def _move(self, target: int, source: int, size_bytes: int) -> None:
+        ctypes.memmove(target, source, size_bytes)
 
     def _begin(self, moving: _Moving, piece: Piece) -> tuple[int, int] | None:
         """(target, source) of a piece that may be copied now."""

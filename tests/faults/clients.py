@@ -1,6 +1,7 @@
 """Client processes to be killed: forked from a server that has everything imported, so that a life costs no start."""
 
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 
 from kvstore.core import Key
+from kvstore.transfer import SharedMemoryTransfer
 from tests.faults.support import Engine, chain, shape
 
 OBJECT_BYTES = 1 << 20
@@ -21,10 +23,10 @@ OBJECTS = 8
 LIVES_S = 60  # should a test forget one
 
 
-def push_for_ever(node: str, seed: int, duration_s: float, told: Connection) -> None:
+def push_for_ever(node: str, seed: int, duration_s: float, told: Connection, kind: str = "mooncake") -> None:
     """Pushes chains, one after the other; tells each seed before its objects move."""
     signal.alarm(LIVES_S)
-    with Engine(node, MANIFEST) as engine:
+    with Engine(node, MANIFEST, kind=kind) as engine:
         while True:
             grants = [g for g in engine.reserve(_chain(seed), duration_s) if g.granted]
             told.send(seed)
@@ -33,10 +35,10 @@ def push_for_ever(node: str, seed: int, duration_s: float, told: Connection) -> 
             seed += 1
 
 
-def pull_for_ever(node: str, seed: int, duration_s: float, told: Connection) -> None:
+def pull_for_ever(node: str, seed: int, duration_s: float, told: Connection, kind: str = "mooncake") -> None:
     """Pulls one chain again and again; tells how many of its objects are promised before they move."""
     signal.alarm(LIVES_S)
-    with Engine(node, MANIFEST) as engine:
+    with Engine(node, MANIFEST, kind=kind) as engine:
         while True:
             promise = engine.acquire(_chain(seed), duration_s)
             told.send(len(promise))
@@ -68,6 +70,36 @@ def stop_while_writing(node: str, seed: int, duration_s: float, told: Connection
                 os.kill(os.getpid(), signal.SIGSTOP)
 
         results = engine.push(grants[0].address, grants, timeout_s=duration_s, first=stop)
+        while engine.staging.stats().retired_bytes:
+            signal.sigtimedwait([], 0.01)
+        told.send(len(engine.commit(grants, results)))
+        signal.pause()
+
+
+class HalfwayTransfer(SharedMemoryTransfer):
+    """Stops its process in the middle of its first piece; when that is continued, it copies the other half."""
+
+    def __init__(self, lives_s: float) -> None:
+        super().__init__(lives_s=lives_s)
+        self._pieces = itertools.count(1)
+
+    def _move(self, target: int, source: int, size_bytes: int) -> None:
+        half = size_bytes // 2
+        super()._move(target, source, half)
+        if next(self._pieces) == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        super()._move(target + half, source + half, size_bytes - half)
+
+
+def stop_while_copying(node: str, seed: int, duration_s: float, told: Connection) -> None:
+    """As `stop_while_writing`, by shared memory: it stops itself in a copy of its own."""
+    signal.alarm(LIVES_S)
+    transfer = HalfwayTransfer(lives_s=duration_s)
+    with Engine(node, LARGE, transfer=transfer) as engine:
+        grants = engine.reserve(chain(LARGE.namespace, 2, seed), duration_s)
+        assert grants[0].granted is not None and grants[0].address is not None
+        told.send([list(extent) for extent in grants[0].granted.extents])
+        results = engine.push(grants[0].address, grants, timeout_s=duration_s)
         while engine.staging.stats().retired_bytes:
             signal.sigtimedwait([], 0.01)
         told.send(len(engine.commit(grants, results)))

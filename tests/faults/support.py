@@ -42,7 +42,7 @@ from kvstore.core import (
     chunk_key,
     locate,
 )
-from kvstore.transfer import MooncakeTransfer, Transfer
+from kvstore.transfer import MooncakeTransfer, SharedMemoryTransfer, Transfer
 from kvstore.wire import Committed, ReserveItem
 
 T = TypeVar("T")
@@ -88,19 +88,25 @@ def extents_of(placed: Iterable[tuple[int, int]]) -> Extents:
     return tuple(Extent(*extent) for extent in placed)
 
 
+def make_transfer(kind: str) -> Transfer:
+    """The client's end of "mooncake" or "shm"."""
+    return SharedMemoryTransfer() if kind == "shm" else MooncakeTransfer("127.0.0.1")
+
+
 class Wrong(AssertionError):
     """A client was given bytes that are not the object's: the one thing that must never happen."""
 
 
 class Engine:
-    """A client of one namespace: what an engine does, step by step, over real Mooncake.
+    """A client of one namespace: what an engine does, step by step, over real Mooncake or real shared memory.
 
     Args:
         node: "host:port" of its node.
         manifest: of its namespace.
         timeout_s: for moving bytes.
         request_timeout_s: for one question to the node.
-        transfer: in place of a Mooncake engine of its own; stays the caller's.
+        kind: how bytes move, "mooncake" or "shm".
+        transfer: in place of one of its own; stays the caller's.
     """
 
     def __init__(
@@ -110,6 +116,7 @@ class Engine:
         *,
         timeout_s: float = 5.0,
         request_timeout_s: float = 1.0,
+        kind: str = "mooncake",
         transfer: Transfer | None = None,
         staging_bytes: int = 64 << 20,
     ) -> None:
@@ -117,6 +124,7 @@ class Engine:
         self.geometry: Geometry = manifest.geometry
         self.size_bytes = self.geometry.object_bytes(manifest.chunk_tokens)
         self.timeout_s = timeout_s
+        self._kind = kind
         self._given = transfer
         self._manifest = manifest
         self._staging_bytes = staging_bytes
@@ -126,7 +134,7 @@ class Engine:
         self._loop = LoopThread("faults")
         self.run(self.client.start())
         self.run(self.client.open(self._manifest))
-        self.transfer = self._given or MooncakeTransfer("127.0.0.1")
+        self.transfer = self._given or make_transfer(self._kind)
         self.staging = Staging(self.transfer, self._staging_bytes)
         self.mover = Mover(self.transfer, self.staging)
         return self

@@ -12,9 +12,9 @@ import pytest
 
 from kvstore.client import Resident
 from kvstore.core import Key
-from kvstore.transfer import MooncakeTransfer, Piece
+from kvstore.transfer import Piece
 from tests.faults.flipping import FlippingTransfer, harmless
-from tests.faults.support import ArenaWindow, Engine, chain, extents_of, shape
+from tests.faults.support import ArenaWindow, Engine, chain, extents_of, make_transfer, shape
 from tests.support import wait_until
 from tests.support.node import RunningNode, running_node
 
@@ -34,9 +34,9 @@ def node(tmp_path_factory) -> Iterator[RunningNode]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def transfer() -> Iterator[FlippingTransfer]:
-    real = MooncakeTransfer("127.0.0.1")
+@pytest.fixture(scope="module", params=["mooncake", "shm"])
+def transfer(request) -> Iterator[FlippingTransfer]:
+    real = make_transfer(request.param)
     yield FlippingTransfer(real)
     real.close()
 

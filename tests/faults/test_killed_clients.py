@@ -72,20 +72,25 @@ def kill_all(clients: list[Doomed], rng: random.Random) -> None:
     [(push_for_ever, "expired_reservations", 1_000_000), (pull_for_ever, "expired_leases", 2_000_000)],
     ids=["push", "pull"],
 )
-def test_what_a_killed_client_held_ends_by_itself(work, ended, base, node, nursery, rounds) -> None:
+@pytest.mark.parametrize(("kind", "far"), [("mooncake", 0), ("shm", 10_000_000)], ids=["mooncake", "shm"])
+def test_what_a_killed_client_held_ends_by_itself(
+    work, ended, base, kind, far, node, nursery, rounds
+) -> None:
     rng = random.Random(5)
     count = rounds(1, 10)
     lives = hit = 0
     with Engine(node.control, MANIFEST) as engine:
         for number in range(count):
-            seeds = [base + 1_000 * (number * AT_ONCE + n) for n in range(AT_ONCE)]
+            seeds = [far + base + 1_000 * (number * AT_ONCE + n) for n in range(AT_ONCE)]
             if work is pull_for_ever:
                 for seed in seeds:
                     assert len(engine.put(chain(engine.namespace, OBJECTS, seed))) == OBJECTS
             before = node.stats()["store"]["totals"][ended]
             with contextlib.ExitStack() as stack:
                 clients = [
-                    stack.enter_context(nursery.client(work, node.control, seed, DURATION_S))
+                    stack.enter_context(
+                        nursery.client(partial(work, kind=kind), node.control, seed, DURATION_S)
+                    )
                     for seed in seeds
                 ]
                 kill_all(clients, rng)

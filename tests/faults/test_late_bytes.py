@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.client import Grant, NodeAddress
 from kvstore.core import Extents, Key
-from tests.faults.clients import Nursery, stop_while_writing
+from tests.faults.clients import Nursery, stop_while_copying, stop_while_writing
 from tests.faults.support import ArenaWindow, Engine, chain, extents_of, payload, shape
 from tests.support import wait_until
 from tests.support.node import RunningNode, running_node
@@ -167,7 +167,8 @@ def test_late_bytes_of_a_write_land_in_held_pages(story, rounds) -> None:
     assert story.node.stats()["store"]["totals"]["bad_copies"] == 0
 
 
-def test_late_bytes_of_a_stopped_writer_land_in_held_pages(tmp_path, rounds) -> None:
+@pytest.mark.parametrize("work", [stop_while_writing, stop_while_copying], ids=["mooncake", "shm"])
+def test_late_bytes_of_a_stopped_writer_land_in_held_pages(work, tmp_path, rounds) -> None:
     """It is stopped for longer than its reservation lasts, everybody else uses every page there is, and then it goes
     on with what was on its way."""
     small, nursery, late = shape(PAGE_BYTES, "small"), Nursery(), 0
@@ -179,7 +180,7 @@ def test_late_bytes_of_a_stopped_writer_land_in_held_pages(tmp_path, rounds) -> 
     ):
         for number in range(count):
             wait_until(lambda: held_pages(node) == 0, 2 * HOLD_S + 2, "nothing is held any more")
-            with nursery.client(stop_while_writing, node.control, number, 1.0) as writer:
+            with nursery.client(work, node.control, number, 1.0) as writer:
                 extents = extents_of(writer.hears())
                 wait_until(writer.is_stopped)
                 wait_until(partial(have_expired, node, 2 * (number + 1)), 10, "its reservations are over")
@@ -219,10 +220,14 @@ def test_late_bytes_of_a_read_land_in_retired_staging(story, rounds) -> None:
     assert story.node.stats()["store"]["totals"]["bad_copies"] == 0
 
 
-def test_a_client_of_the_previous_boot_cannot_touch_the_next_one(tmp_path) -> None:
+@pytest.mark.parametrize("kind", ["mooncake", "shm"])
+def test_a_client_of_the_previous_boot_cannot_touch_the_next_one(kind, tmp_path) -> None:
     """Old ports lead nowhere; and if a port came back, old addresses would be refused."""
     keys = chain(MANIFEST.namespace, 2, 1)
-    with running_node(tmp_path, dram_size_bytes="64MiB") as node, Engine(node.control, MANIFEST) as stale:
+    with (
+        running_node(tmp_path, dram_size_bytes="64MiB") as node,
+        Engine(node.control, MANIFEST, kind=kind) as stale,
+    ):
         grants = stale.reserve(keys)
         old = grants[0].address
         assert old is not None
@@ -231,7 +236,7 @@ def test_a_client_of_the_previous_boot_cannot_touch_the_next_one(tmp_path) -> No
         with (
             running_node(tmp_path, dram_size_bytes="64MiB", control_listen=node.control) as again,
             ArenaWindow(again, PAGE_BYTES) as arena,
-            Engine(again.control, MANIFEST) as fresh,
+            Engine(again.control, MANIFEST, kind=kind) as fresh,
         ):
             assert len(fresh.put(keys)) == len(keys)
             whole = extents_of([(0, 64)])
