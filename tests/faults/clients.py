@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -87,7 +88,7 @@ class HalfwayTransfer(SharedMemoryTransfer):
         half = size_bytes // 2
         super()._move(target, source, half)
         if next(self._pieces) == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # to this thread: at once
         super()._move(target + half, source + half, size_bytes - half)
 
 

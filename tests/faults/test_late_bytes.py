@@ -5,6 +5,7 @@ Mutants that must fail here: pages of a reservation that is over are free at onc
 given back although its transfer had not ended.
 """
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator
@@ -172,13 +173,13 @@ def test_late_bytes_of_a_stopped_writer_land_in_held_pages(work, tmp_path, round
     """It is stopped for longer than its reservation lasts, everybody else uses every page there is, and then it goes
     on with what was on its way."""
     small, nursery, late = shape(PAGE_BYTES, "small"), Nursery(), 0
-    count = rounds(1, 10)
+    count, left = rounds(1, 10), rounds(4, 30)
     with (
         running_node(tmp_path, dram_size_bytes="128MiB", transfer_hold_s=2 * HOLD_S) as node,
         Engine(node.control, small) as other,
         ArenaWindow(node, PAGE_BYTES) as arena,
     ):
-        for number in range(count):
+        for number in itertools.count():
             wait_until(lambda: held_pages(node) == 0, 2 * HOLD_S + 2, "nothing is held any more")
             with nursery.client(work, node.control, number, 1.0) as writer:
                 extents = extents_of(writer.hears())
@@ -193,7 +194,12 @@ def test_late_bytes_of_a_stopped_writer_land_in_held_pages(work, tmp_path, round
                 late += arena.read(extents, 16 << 20) != before
                 found = [other.get(keys) for keys in prompts]
                 assert sum(found[-8:]) == 8 * 8, found
-        assert late == count, "no byte came late"
+            if late == count:
+                break
+            left -= 1
+            assert left, (
+                "no byte came late"
+            )  # whether its write was over before it stopped depends on the machine
         assert node.stats()["store"]["totals"]["bad_copies"] == 0
 
 
