@@ -41,7 +41,7 @@ LAYERS, HEADS, TOKENS = 32, 8, 256
 Bytes = NDArray[np.uint8]
 
 
-def manifest_of(object_bytes: int, name: str) -> Manifest:
+def manifest_of(object_bytes: int, name: str = "bench") -> Manifest:
     """Objects of this size in 256 runs, as an 8B model's chunk has them."""
     lane_bytes = object_bytes // (LAYERS * HEADS * TOKENS)
     return Manifest(
@@ -65,7 +65,9 @@ def timed(move: Callable[[], object]) -> float:
 class Stack:
     """Put and get of a batch through client, node and transfer."""
 
-    def __init__(self, store: KVStore, object_bytes: int, source: Bytes, target: Bytes, *, name: str) -> None:
+    def __init__(
+        self, store: KVStore, object_bytes: int, source: Bytes, target: Bytes, name: str = "bench"
+    ) -> None:
         self._store = store
         self._namespace: Namespace = store.open(manifest_of(object_bytes, name))
         self._sources = source.reshape(-1, object_bytes)
