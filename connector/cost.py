@@ -8,7 +8,8 @@
 Rates are measured where they are meant: pulls per node and tier, from the worker's beginning to the last byte in
 its block (the first pull from a node, which opens connections, is not counted); computing from steps that do little
 but prefill. A rate follows what is faster quickly, since a link cannot be faster than it is, and what is slower in
-bounded steps, since a hiccup is not a slow link. What has not been measured is taken for fast: it is tried.
+bounded steps, since a hiccup is not a slow link. What has not been measured, or not often enough to tell a slow link
+from a hiccup, is taken for fast: it is tried.
 
 So that a link that has recovered is noticed, every `PROBE_EVERY`th request for which something was too slow loads a
 little of it all the same. So that an engine that finds everything stored learns what computing costs, one short
@@ -32,6 +33,7 @@ TRIAL_TOKENS_MAX = 2_048
 STEP_TOKENS_MIN = 256  # a step with fewer says more about its fixed costs than about the rate
 SLOWER_MAX = 4.0  # the factor by which one sample can be slower than all before it, as far as it counts
 FASTER_MAX = 100.0
+PULLS_MIN = 3  # samples of a place, until what it says is believed
 FASTER_WEIGHT = 0.7
 SLOWER_WEIGHT = 0.5
 
@@ -199,7 +201,8 @@ class Cost:
             tokens += offer.tokens
             time = times.setdefault(offer.node, _Time())
             rate = self._pulls.get(Place(offer.node, offer.tier))
-            time.moving_s += offer.size_bytes * (rate.value or 0.0) if rate else 0.0
+            if rate is not None and rate.samples >= PULLS_MIN:
+                time.moving_s += offer.size_bytes * (rate.value or 0.0)
             time.coming_s = max(time.coming_s, offer.eta_s)
             load_s = max(load_s, time.moving_s, time.coming_s)
             gain_s = tokens * self._prefill.value - load_s

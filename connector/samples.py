@@ -6,7 +6,7 @@ from typing import NamedTuple
 from connector.control import Promised
 from connector.cost import Place
 from connector.metadata import LoadReport
-from kvstore.core import MissReason, Tier
+from kvstore.core import Tier
 
 
 class Sample(NamedTuple):
@@ -20,8 +20,8 @@ class Sample(NamedTuple):
 def samples_of(objects: Sequence[Promised], reports: Sequence[LoadReport]) -> list[Sample]:
     """The samples in one load; its objects as they were promised, and the reports of all ranks.
 
-    A node's objects on NVMe come behind those in DRAM, so their time begins when those were there. A load that ran
-    out of time has taken all of it for what it brought, or for its first object.
+    A node's objects on NVMe come behind those in DRAM, so their time begins when those were there. What did not come
+    tells nothing: nodes that move no bytes are the business of `connector.paths`.
     """
     valid = min(report.valid for report in reports)
     if any(len(report.ends_s) < valid for report in reports):
@@ -33,11 +33,6 @@ def samples_of(objects: Sequence[Promised], reports: Sequence[LoadReport]) -> li
         sizes[place] = sizes.get(place, 0) + promised.size_bytes
         end_s = max(report.ends_s[position] for report in reports)
         ends_s[place] = max(ends_s.get(place, 0.0), end_s)
-    reasons = {report.reason for report in reports}
-    if valid < len(objects) and reasons & {MissReason.TOO_SLOW, MissReason.PROMOTE_DEADLINE}:
-        late = Place(objects[valid].node.node, objects[valid].tier)
-        sizes[late] = sizes.get(late, 0) or objects[valid].size_bytes
-        ends_s[late] = max(report.total_s for report in reports)
     return [
         Sample(place, size, ends_s[place] - ends_s.get(Place(place.node, Tier.DRAM), 0.0))
         if place.tier is Tier.NVME

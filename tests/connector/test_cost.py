@@ -12,6 +12,7 @@ import pytest
 from connector.cost import (
     PROBE_EVERY,
     PROBE_OBJECTS,
+    PULLS_MIN,
     TRIAL_AFTER_LOADS,
     Cost,
     Decision,
@@ -38,7 +39,7 @@ def measured(rates: dict[Place, float], prefill: float | None = PREFILL) -> Cost
     """A cost that has seen these bytes per second."""
     cost = Cost()
     for place, rate in rates.items():
-        for _ in range(2):
+        for _ in range(1 + PULLS_MIN):
             cost.pulled(place, SIZE, SIZE / rate)
     if prefill:
         cost.prefilled(2_048, 2_048 / prefill)
@@ -143,6 +144,15 @@ def test_the_first_pull_from_a_node_is_not_counted() -> None:
     assert cost.numbers.pull_bytes_per_s[ONE.hex(), "dram"] == pytest.approx(EVEN * 10)
 
 
+def test_a_slow_start_is_not_taken_for_a_slow_link() -> None:
+    """A node that stood still while its second load was under way. Mutant: the first sample decides."""
+    cost = measured({}, PREFILL)
+    for seconds in (0.01, 10.0, 0.01, 0.01, 0.01):
+        assert cost.decide(offers(4)).num_objects == 4
+        cost.pulled(Place(ONE, Tier.DRAM), 4 * SIZE, 4 * seconds)
+    assert cost.decide(offers(4)).num_objects == 4
+
+
 def test_what_lies_in_the_faster_tier_is_loaded_and_the_rest_computed() -> None:
     cost = measured({Place(ONE, Tier.DRAM): EVEN * 10, Place(ONE, Tier.NVME): EVEN / 3})
     mixed = [*offers(3), *offers(5, Tier.NVME)]
@@ -185,7 +195,7 @@ def test_a_probe_loads_a_little_of_what_is_too_slow() -> None:
 def test_the_user_may_decide(policy, expected) -> None:
     for rate in (EVEN * 10, EVEN / 10):
         cost = Cost(policy)
-        for _ in range(3):
+        for _ in range(1 + PULLS_MIN):
             cost.pulled(Place(ONE, Tier.DRAM), SIZE, SIZE / rate)
         cost.prefilled(1_024, 1_024 / PREFILL)
         assert {cost.decide(offers(4)).num_objects for _ in range(2 * PROBE_EVERY)} == {expected}
