@@ -26,6 +26,7 @@ from kvstore.core import (
     Extents,
     Key,
     Manifest,
+    MissReason,
     Namespace,
     PeerLost,
     TransferFailed,
@@ -202,12 +203,23 @@ class KVStore:
             BadRequest: the namespace is not open, or an array of `out` has not its object's size.
             TransferFailed: bytes may still arrive in registered memory of `out`.
         """
-        arrays: list[Array | None] = [None] * len(keys)
-        promise = self._loop.run(self._client.acquire(namespace, keys, self._timeout_s + MARGIN_S))
+        arrays: list[Array | None] = []
+        end = time.monotonic() + self._timeout_s
+        while (left := keys[len(arrays) :]) and (left_s := end - time.monotonic()) > 0:
+            promise = self._loop.run(self._client.acquire(namespace, left, left_s + MARGIN_S))
+            targets = None if out is None else out[len(arrays) :]
+            arrays += (some := self._got(promise, targets))
+            if promise.reason is not MissReason.LEASE_LIMIT or not some or any(one is None for one in some):
+                break  # else there is more than one client may lease at a time
+        return arrays + [None] * (len(keys) - len(arrays))
+
+    def _got(self, promise: Promise, out: Sequence[Array] | None) -> list[Array | None]:
+        """The objects of a promise, which is given back."""
+        arrays: list[Array | None] = [None] * len(promise)
         try:
             for came in self._as_they_come(promise):
                 for address, copies in _residents(came):
-                    self._pull(namespace, address, copies, arrays, out, _left_s(promise.expires_at))
+                    self._pull(promise.namespace, address, copies, arrays, out, _left_s(promise.expires_at))
         finally:
             self._loop.run(self._client.release(promise))
         return arrays

@@ -1,9 +1,11 @@
 """A node that pretends to have an NVMe tier: what it is told to keep there it answers as a real one would.
 
-The bytes are in DRAM all the time; only the answers to Acquire and Pages say otherwise. So there is no device, no
-time, and every trouble can be planned. Nothing is parked: a question is answered at once with what is true.
+The bytes are in DRAM all the time; only the answers to Acquire and Pages say otherwise. So there is no device, and
+every trouble can be planned. Whoever waits for a promotion is told to look again soon, all the time.
 """
 
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,8 @@ from kvstore.core import Key, MissReason
 from kvstore.store import Store
 from kvstore.wire import Acquire, AcquireAnswer, ClientId, Miss, OnDisk, Pages, Release, Resident
 from tests.support.control_node import ControlNode
+
+LOOK_S = 0.005
 
 
 @dataclass
@@ -66,7 +70,10 @@ class DiskStore:
         answers = self._store.acquire(client, request)
         return tuple(self._disk.answer(*one) for one in zip(request.keys, answers, strict=False))
 
-    def pages(self, client: ClientId, request: Pages) -> tuple[AcquireAnswer, ...]:
+    def watch_leased(self, _: Sequence[Key], callback: Callable[[], None]) -> Callable[[], None]:
+        return asyncio.get_running_loop().call_later(LOOK_S, callback).cancel
+
+    def pages(self, client: ClientId, request: Pages, _: float | None = None) -> tuple[AcquireAnswer, ...]:
         self._disk.asked.append(request.keys)
         answers = self._store.pages(client, msgspec.structs.replace(request, wait_s=0.0))
         return tuple(self._disk.promote(*one) for one in zip(request.keys, answers, strict=True))
