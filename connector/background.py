@@ -213,7 +213,12 @@ class Background:
         """See `Control.report`."""
         items = [
             ReportItem(
-                line.request, line.queried_tokens, line.promised_tokens, line.pulled_tokens, line.reason
+                line.request,
+                line.queried_tokens,
+                line.promised_tokens,
+                line.pulled_tokens,
+                line.reason,
+                line.disk_tokens,
             )
             for line in lines
         ]

@@ -112,13 +112,15 @@ class NotGranted:
 
 @dataclass(frozen=True, slots=True)
 class ReportLine:
-    """What became of one request's prompt, in tokens: beyond the local prefix cache, promised, pulled."""
+    """What became of one request's prompt, in tokens: beyond the local prefix cache, promised, pulled, and those of
+    the pulled ones that came from NVMe."""
 
     request: str
     queried_tokens: int
     promised_tokens: int
     pulled_tokens: int
     reason: MissReason | None
+    disk_tokens: int = 0
 
 
 class Control(Protocol):

@@ -262,8 +262,8 @@ class Loads:
                 promised_tokens=load.stop - load.start,
                 pulled_tokens=pulled,
                 reason=reasons[0] if reasons else load.reason,
-            ),
-            disk_tokens=disk_tokens,
+                disk_tokens=disk_tokens,
+            )
         )
 
     def _learn(self, load: _Load, worst: LoadReport) -> None:

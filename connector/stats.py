@@ -63,20 +63,20 @@ class Stats:
     _lines: list[ReportLine] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
 
-    def count(self, line: ReportLine, *, disk_tokens: int = 0) -> None:
-        """One request's outcome. `disk_tokens` of those that were pulled had not been in a node's memory."""
+    def count(self, line: ReportLine) -> None:
+        """One request's outcome."""
         self.queried_tokens += line.queried_tokens
         self.promised_tokens += line.promised_tokens
         self.pulled_tokens += line.pulled_tokens
-        self.disk_tokens += disk_tokens
+        self.disk_tokens += line.disk_tokens
         if line.reason is not None:
             self.misses[line.reason] += 1
         if len(self._lines) < limits.REPORTS_PER_CALL_MAX:
             self._lines.append(line)
         self.fresh.add("queried_tokens", line.queried_tokens)
         self.fresh.add("promised_tokens", line.promised_tokens)
-        self.fresh.add("pulled_tokens", line.pulled_tokens - disk_tokens, "host")
-        self.fresh.add("pulled_tokens", disk_tokens, "disk")
+        self.fresh.add("pulled_tokens", line.pulled_tokens - line.disk_tokens, "host")
+        self.fresh.add("pulled_tokens", line.disk_tokens, "disk")
         missed = line.queried_tokens - line.pulled_tokens
         self.fresh.add("missed_tokens", missed, str(line.reason or MissReason.TOO_SHORT))
 

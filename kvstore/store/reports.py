@@ -12,7 +12,10 @@ _Entry = tuple[tuple[ClientId, str], tuple[float, ReportItem]]
 
 
 class ReportView(NamedTuple):
-    """What one engine (`client`, in hex) has reported of one request, `age_s` ago; all numbers in tokens."""
+    """What one engine (`client`, in hex) has reported of one request, `age_s` ago; all numbers in tokens.
+
+    `from_nvme` of the pulled ones had been on NVMe alone.
+    """
 
     request: str
     client: str
@@ -22,6 +25,7 @@ class ReportView(NamedTuple):
     pulled: int
     missed: int
     reason: MissReason | None
+    from_nvme: int = 0
 
 
 class ReportLog(NamedTuple):
@@ -43,7 +47,9 @@ class ReportLog(NamedTuple):
         missed = item.queried_tokens - item.pulled_tokens
         tokens = item.queried_tokens, item.promised_tokens, item.pulled_tokens, missed
         reason = item.reason or (MissReason.TOO_SHORT if missed else None)
-        return ReportView(item.request, client.hex(), round(self.now_s - at_s, 3), *tokens, reason)
+        return ReportView(
+            item.request, client.hex(), round(self.now_s - at_s, 3), *tokens, reason, item.nvme_tokens
+        )
 
 
 class Reports:
@@ -71,7 +77,8 @@ class Reports:
             BadRequest: numbers that cannot be.
         """
         for item in report.items:
-            if not 0 <= item.pulled_tokens <= item.queried_tokens or item.promised_tokens < 0:
+            in_order = 0 <= item.nvme_tokens <= item.pulled_tokens <= item.queried_tokens
+            if not in_order or item.promised_tokens < 0:
                 raise BadRequest(
                     f"request {item.request!r} reports {item.pulled_tokens} tokens pulled of {item.queried_tokens}"
                 )

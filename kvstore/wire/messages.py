@@ -164,13 +164,17 @@ class Suspect(Message, frozen=True):
 
 
 class ReportItem(Item, frozen=True):
-    """What became of one engine request's lookup, in tokens; `reason` says why the rest was not pulled."""
+    """What became of one engine request's lookup, in tokens; `reason` says why the rest was not pulled.
+
+    `nvme_tokens` of the pulled ones had been on NVMe alone.
+    """
 
     request: Annotated[str, Meta(max_length=limits.REQUEST_NAME_MAX)]
     queried_tokens: _Tokens
     promised_tokens: _Tokens
     pulled_tokens: _Tokens
     reason: MissReason | None = None
+    nvme_tokens: _Tokens = 0
 
 
 class Report(Message, frozen=True):

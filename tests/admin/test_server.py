@@ -39,9 +39,7 @@ async def listing(limit: int, cursor: int) -> ObjectsPage:
 
 
 def report(request: str, reason: MissReason | None = None) -> ReportItem:
-    return ReportItem(
-        request=request, queried_tokens=700, promised_tokens=512, pulled_tokens=256, reason=reason
-    )
+    return ReportItem(request, 700, 512, 256, reason, nvme_tokens=64)
 
 
 async def reported() -> ReportLog:
@@ -173,6 +171,7 @@ async def test_a_request_is_found_by_the_id_of_its_response() -> None:
             "pulled": 256,
             "missed": 444,
             "reason": "bad_copy",
+            "from_nvme": 64,
         }
         assert (await get("/v1/requests/a%2Fb"))[0] == 200
         status, text = await get("/v1/requests/cmpl-8")

@@ -140,6 +140,9 @@ def test_hits_are_told_by_the_tier_they_came_from(node) -> None:
     assert seen == [{CacheHitSource.HOST: 2 * CHUNK, CacheHitSource.DISK: 3 * CHUNK}]
     stats = engine.half.shared.stats
     assert (stats.pulled_tokens, stats.disk_tokens) == (CHUNKS * CHUNK, 3 * CHUNK)
+    engine.step()
+    [line] = [line for line in engine.control.lines if line.request == "b"]
+    assert (line.pulled_tokens, line.disk_tokens) == (CHUNKS * CHUNK, 3 * CHUNK)
     engine.assert_nothing_left()
 
 

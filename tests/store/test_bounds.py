@@ -329,6 +329,8 @@ def test_a_report_that_cannot_be_is_refused() -> None:
     for queried, pulled in [(10, 11), (10, -1), (-1, -1)]:
         with pytest.raises(BadRequest, match="tokens pulled of"):
             report(world, "one", queried, pulled)
+    with pytest.raises(BadRequest):
+        world.store.report(BOB, Report((ReportItem("one", 10, 5, 5, None, 6),)))
     assert world.store.snapshot().totals.reports == 0
     assert world.store.snapshot().hit_rate == 0.0
 

@@ -66,7 +66,7 @@ def batch(values):
     return st.lists(values, max_size=5).map(tuple)
 
 
-reports = st.builds(ReportItem, names, counts, counts, counts, st.none() | reasons)
+reports = st.builds(ReportItem, names, counts, counts, counts, st.none() | reasons, counts)
 bodies = st.one_of(
     st.builds(Hello, st.just(b"") | namespaces, st.binary(max_size=64)),
     st.builds(
