@@ -81,9 +81,12 @@ class Leases:
         if wanted in client.leased:
             return True
         if wanted.dram is None:
-            own_max = limits.OBJECTS_PER_CLIENT_MIN
             share_bytes = int(self._disk_bytes() * limits.LEASED_SHARE_MAX)
-            return len(client.leased) < own_max or self.disk_bytes + wanted.size_bytes <= share_bytes
+            if self.disk_bytes + wanted.size_bytes <= share_bytes:
+                return True
+            own_bytes = sum(own.size_bytes for own in client.leased if isinstance(own, Object))
+            floor_bytes = limits.OBJECTS_PER_CLIENT_MIN * wanted.namespace.chunk_bytes
+            return own_bytes + wanted.size_bytes <= floor_bytes
         client_pages = client.leased_pages + wanted.pages
         all_pages = self.leased_pages + (0 if wanted.leases else wanted.pages)
         share_pages = self._clients.leased_pages_max

@@ -44,10 +44,18 @@ class Listing:
         return listed if listed is not None and listed.namespace.id == namespace else None
 
     def add(self, filling: Object, spared: Container[Hashable], young_s: float) -> bool:
-        """Lists an object that is to be filled; False when there is no room for it. See `Dram.fill`."""
-        assert filling.key not in self.objects, "a key has one listed object"
+        """Lists an object that is to be filled; False when there is no room for it. See `Dram.fill`.
+
+        It takes the place of one that can be had nowhere, because its device is down.
+        """
+        old = self.objects.get(filling.key)
+        assert old is None or old.is_unreachable, "a key has one listed object"
         if not self.dram.fill(filling, spared, young_s):
             return False
+        if old is not None:
+            self.totals.evicted += 1
+            self.totals.evicted_bytes += old.size_bytes
+            self.retire(old, MissReason.DEVICE_DOWN)
         self._list(filling)
         return True
 
@@ -88,12 +96,6 @@ class Listing:
         if ready.dram is not None:
             self.dram.retire(ready)
         self._gone(ready, reason)
-
-    def lose(self, unreachable: Object) -> None:
-        """The object can be had nowhere, and is to be stored anew."""
-        self.totals.evicted += 1
-        self.totals.evicted_bytes += unreachable.size_bytes
-        self.retire(unreachable, MissReason.DEVICE_DOWN)
 
     def unpinned(self, loose: Object) -> None:
         """Nothing pins the object any more."""
@@ -142,6 +144,8 @@ class Listing:
         self.totals.bad_copies += 1
         self.dram.spoil(bad)
         if not bad.listed:
+            if not bad.pinned:
+                self.unpinned(bad)
             return
         placed = self.nvme.detach(bad) if bad.nvme is not None else None
         self.retire(bad, MissReason.BAD_COPY)
@@ -210,6 +214,7 @@ class Listing:
         self._unlist(victim)
         self.totals.evicted += 1
         self.totals.evicted_bytes += victim.size_bytes
+        self.totals.orphaning += self.nvme.children(victim.entry) > 0
         self._gone(victim, MissReason.EVICTED)
 
     def _gone(self, gone: Object, reason: MissReason) -> None:

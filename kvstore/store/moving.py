@@ -97,7 +97,7 @@ class Moving:
         """Whether an object is on NVMe, or would be taken there. See `dram.Outlet`."""
         if victim.nvme is not None:
             return True
-        if self._mode is SpillMode.NEVER or victim.is_consumed or self._is_taken(victim.key):
+        if self._mode is SpillMode.NEVER or self._is_worthless(victim) or self._is_taken(victim.key):
             return False
         return self._listing.nvme.disks.refuses(victim.size_bytes) not in (Refusal.DEVICE_DOWN, Refusal.WORN)
 
@@ -129,7 +129,9 @@ class Moving:
         """Spills what is only in DRAM as fast as jobs may be begun, the hottest first. For a node that stops."""
         if self._mode is not SpillMode.NEVER:
             self._eager = dict.fromkeys(
-                each for each in self._listing.dram.hottest() if each.nvme is None and not each.is_consumed
+                each
+                for each in self._listing.dram.hottest()
+                if each.nvme is None and not self._is_worthless(each)
             )
             self._spill_eagerly()
 
@@ -170,6 +172,10 @@ class Moving:
             self._listing.dram.evict(moved)
         else:
             self._listing.unpinned(moved)
+
+    def _is_worthless(self, victim: Object) -> bool:
+        """Whether nobody will want it again, and nothing on NVMe needs it."""
+        return victim.is_consumed and not self._listing.nvme.children(victim.entry)
 
     def _is_taken(self, key: Key) -> bool:
         """Whether an earlier object of this key, dropped since, is still on a device or on its way to one."""

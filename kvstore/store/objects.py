@@ -219,6 +219,11 @@ class Object:
         return self.nvme is not None and self.nvme.disk.up
 
     @property
+    def is_unreachable(self) -> bool:
+        """Whether its only copy is on a device that is down."""
+        return self.dram is None and self.nvme is not None and not self.nvme.disk.up
+
+    @property
     def tiers(self) -> dict[Tier, str]:
         """Where its copies are, and their states, in words."""
         states = {} if self.dram is None else {Tier.DRAM: self.dram.state.value}

@@ -9,7 +9,7 @@ class Totals(msgspec.Struct):
     """Counted since the start of this boot; they only grow.
 
     `evicted` left the node; `demoted` left DRAM and are on NVMe, `trimmed` left NVMe and are in DRAM; `found` were on
-    a device when it was mounted.
+    a device when it was mounted; `orphaning` were evicted although children of them are on NVMe.
 
     Keys are counted at the calls that ask for them. Tokens are counted from reports, once per engine
     request: only the engine knows what a request asked for and what it got.
@@ -34,6 +34,7 @@ class Totals(msgspec.Struct):
     promoted_bytes: int = 0
     demoted: int = 0
     trimmed: int = 0
+    orphaning: int = 0
     failed_spills: dict[str, int] = msgspec.field(default_factory=dict)
     failed_promotions: dict[MissReason, int] = msgspec.field(default_factory=dict)
     verified: int = 0

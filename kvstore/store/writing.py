@@ -96,13 +96,13 @@ class Writing:
         ):
             self._expire(listed.reservation, asked.now_s)
             listed = None
-        if listed is not None and self._listing.tier_of(item.key) is None and listed.reservation is None:
-            self._listing.lose(listed)  # its device is down, or it is being read from one that failed
-            listed = None
-        if listed is None:
+        if listed is None or listed.is_unreachable:
             return self._grant(asked, item)
         if listed.reservation is not None:
             return self._repeat(asked, item, listed.reservation)
+        if not (listed.is_readable or listed.is_on_disk):  # it is being read from a device that went down
+            self._listing.totals.busy += 1
+            return Busy()
         return self._exists(asked, listed)
 
     def _grant(self, asked: Asked, item: ReserveItem) -> ReserveAnswer:

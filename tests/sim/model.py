@@ -6,6 +6,9 @@ it remembers what was promised to whom until when, and what bytes every commit s
 
 Writers write for real, and go on writing where they may (after an abort that was not quiet, after their
 reservation was over): if the store reused such pages too early, somebody's bytes would change.
+
+With an NVMe tier, a twin of the porter carries copies between the tiers when an act says so: in any order, with a
+device that fails, goes away and comes back. A promotion that was given up writes garbage to its pages until it ends.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +16,7 @@ from random import Random
 
 from kvstore.core import Key, Manifest, MissReason, Tier, checksums, limits, pages_for
 from kvstore.policy import PrefixLru
-from kvstore.store import Check, Store, is_sound
+from kvstore.store import Check, Promotion, SpillMode, Store, Tiering, is_sound
 from kvstore.tiers import Arena
 from kvstore.wire import (
     Acquire,
@@ -30,6 +33,7 @@ from kvstore.wire import (
     Miss,
     OnDisk,
     Pages,
+    Prefetch,
     Refused,
     Release,
     Renew,
@@ -38,6 +42,7 @@ from kvstore.wire import (
     Stale,
     Suspect,
 )
+from tests.support.disks import Carrier, MemoryDisk, MemoryDisks
 
 PAGE_BYTES = 4096
 MANIFEST = Manifest(
@@ -96,12 +101,13 @@ class Client:
 
 @dataclass
 class Leased:
-    """A promise: these pages hold this content."""
+    """A promise: these pages hold this content, or will when they are asked for (`resident` is None so far)."""
 
     client: ClientId
     name: int
     path: str
-    resident: Resident
+    generation: Generation
+    resident: Resident | None
     since_s: float
     deadline_s: float
 
@@ -118,10 +124,28 @@ class Commit:
 class Sim:
     """The acts, and after each of them the invariants."""
 
-    def __init__(self, pages: int, sizes: list[int], num_clients: int = 3) -> None:
+    def __init__(
+        self,
+        pages: int,
+        sizes: list[int],
+        num_clients: int = 3,
+        disk_pages: int = 0,
+        spill: SpillMode = SpillMode.EVICT,
+    ) -> None:
         self.now_s = self.ticked_s = 0.0
+        self.disk = MemoryDisk(disk_pages, PAGE_BYTES)
+        disks = MemoryDisks(self.disk)
+        tiering = Tiering(disks, spill) if disk_pages else None
+        self.spill = spill
         self.arena = Arena.create(pages * PAGE_BYTES, PAGE_BYTES, huge_pages=False, lock=False)
-        self.store = Store(pages, PAGE_BYTES, PrefixLru(), lambda: self.now_s, Random(0).randbytes)
+        self.store = Store(
+            pages, PAGE_BYTES, PrefixLru(), lambda: self.now_s, Random(0).randbytes, tiering=tiering
+        )
+        self.carrier = Carrier(self.store, disks, self.arena)
+        self.carrier.sound = lambda record: record.generation not in self.damaged
+        self.damaged: set[Generation] = set()  # on the device
+        self.down: set[str] = set()  # paths that are only on a device that is down
+        self.orphaning = 0
         self.store.open_namespace(NAMESPACE, MANIFEST.encode())
         self.sizes = {
             path: SIZES[size % len(SIZES)] * GEOMETRY.bytes_per_unit
@@ -136,6 +160,8 @@ class Sim:
         self.checks: list[Check] = []
         self.ready: set[str] = set()
         self.flips_found = 0
+        self.failed: set[str] = set()  # paths of promotions that ended, perhaps badly
+        self.bad: set[str] = set()  # paths whose copy was found bad on its way
 
     def close(self) -> None:
         self.arena.close()
@@ -163,7 +189,7 @@ class Sim:
                 case Exists():
                     assert offered in self.ready, f"{offered} is said to exist, and was not ready"
                 case Busy():
-                    assert self.states().get(offered) == "filling"
+                    assert self.states().get(offered) in ("filling", "down")
                 case Refused(reason=MissReason.LEASE_LIMIT):
                     assert offered in self.ready
                 case Refused():
@@ -190,6 +216,8 @@ class Sim:
 
     def granted(self, client: Client, path: str, answer: Granted, duration_s: float) -> None:
         assert path not in self.ready, "a ready object is granted away"
+        if path in self.down:
+            self.lost[path] = MissReason.DEVICE_DOWN
         again = [grant for grant in client.grants if grant.generation == answer.generation]
         others = [
             grant
@@ -239,7 +267,7 @@ class Sim:
             lived = grant.lives(self.now_s)
             was_ready = (
                 grant.generation in self.commits
-                and grant.path in self.ready
+                and grant.path in self.ready | self.down
                 and self.generation(grant.path) == grant.generation
             )
             table = checksums(memoryview(grant.content), GEOMETRY.runs(len(grant.content)))
@@ -247,9 +275,8 @@ class Sim:
             (answer,) = self.store.commit(client.id, NAMESPACE, [item])
             if lived or was_ready:
                 assert answer == Committed()
-                assert self.store.tier_of(key_of(grant.path)) is Tier.DRAM, (
-                    "committed, and not to be had at once"
-                )
+                tier = self.store.tier_of(key_of(grant.path))
+                assert tier is Tier.DRAM or was_ready, "committed, and not to be had at once"
             else:
                 assert answer == Stale()
             if lived:
@@ -299,7 +326,7 @@ class Sim:
     def acquire_one(self, client: Client, path: str) -> None:
         """What exists is promised."""
         (answer,) = self.ask(client, [path], 9, 1.0, prefix=True)
-        assert isinstance(answer, Resident), f"{path} was said to exist, then {answer}"
+        assert isinstance(answer, Resident | OnDisk), f"{path} was said to exist, then {answer}"
         self.store.release(client.id, Release(self.lease_id(9)))
         self.leased = [held for held in self.leased if (held.client, held.name) != (client.id, 9)]
         self.settle()
@@ -323,14 +350,14 @@ class Sim:
         )
         for path, answer in zip(paths, answers, strict=False):
             match answer:
-                case Resident() if path in mine:
-                    assert answer == mine[path].resident, "what was promised has changed"
-                case Resident():
+                case Resident() | OnDisk() if path in mine:
+                    self.check_leased(mine[path], answer)
+                case Resident() | OnDisk():
                     assert path in self.ready, "what is not committed is promised"
                     assert self.commits[answer.generation].path == path
-                    held = Leased(client.id, name, path, answer, since_s, deadline_s)
+                    held = Leased(client.id, name, path, answer.generation, None, since_s, deadline_s)
                     self.leased.append(held)
-                    self.read(held)
+                    self.check_leased(held, answer)
                 case Filling():
                     assert self.states().get(path) == "filling"
                 case Miss(reason=MissReason.LEASE_LIMIT):
@@ -342,20 +369,51 @@ class Sim:
                     assert not (entitled and self.ticked_s == self.now_s), (
                         "refused what every client may lease"
                     )
-                case Miss(reason=MissReason.BAD_COPY) if path in mine:
-                    assert self.commits[mine[path].resident.generation].flipped
+                case Miss() if path in mine:
+                    self.check_leased(mine[path], answer)
+                case Miss(reason=MissReason.DEVICE_DOWN) if path in self.down:
+                    assert not self.disk.up
                 case Miss(reason=reason):
                     assert path not in self.ready, f"{path} is ready, and missed: {reason}"
-                    assert reason == self.lost.get(path, MissReason.NEVER_STORED)
-                case OnDisk():
-                    raise AssertionError("there is no disk")
+                    assert reason == self.lost.get(path, MissReason.NEVER_STORED), (
+                        path,
+                        reason,
+                        self.lost.get(path),
+                    )
         unanswered = len(paths) - len(answers)
-        assert not unanswered or (prefix and not isinstance(answers[-1], Resident))
+        assert not unanswered or (prefix and not isinstance(answers[-1], Resident | OnDisk))
+        self.down_now()
         return answers
+
+    def check_leased(self, held: Leased, answer: object) -> None:
+        """What is said of a leased copy: it stays what it was, comes from NVMe, or is a miss for a reason."""
+        commit = self.commits[held.generation]
+        match answer:
+            case Resident():
+                assert answer.generation == held.generation
+                assert held.resident in (None, answer), "what was promised has changed"
+                held.resident = answer
+                self.read(held)
+            case OnDisk():
+                assert held.resident is None, "what was in DRAM is not there any more"
+                assert answer.generation == held.generation
+                assert self.disk.up
+            case Miss(reason=MissReason.BAD_COPY):
+                assert commit.flipped or held.generation in self.damaged
+            case Miss(reason=MissReason.DEVICE_DOWN):
+                assert held.resident is None
+                assert not self.disk.up or held.path in self.failed
+            case Miss(reason=reason):
+                assert held.resident is None
+                assert reason in (MissReason.NO_ROOM, MissReason.PROMOTE_DEADLINE)
+            case _:
+                raise AssertionError(f"{held.path} is leased, and {answer}")
 
     def read(self, held: Leased) -> None:
         """The bytes are those of one commit of this key, unless the memory is broken; then the table says so."""
-        commit = self.commits[held.resident.generation]
+        if held.resident is None:
+            return
+        commit = self.commits[held.generation]
         data = self.bytes_at(held.resident)
         table = checksums(memoryview(data), GEOMETRY.runs(held.resident.size_bytes))
         if table == held.resident.table:
@@ -396,39 +454,83 @@ class Sim:
         self.settle()
 
     def pages(self, which: int) -> None:
-        """Where it is now: where it was."""
+        """Where it is now: where it was, or on its way."""
         alive = [held for held in self.leased if held.deadline_s > self.now_s]
         if alive:
             held = alive[which % len(alive)]
             request = Pages(self.lease_id(held.name), (key_of(held.path),))
             (answer,) = self.store.pages(held.client, request)
-            flipped = self.commits[held.resident.generation].flipped
-            assert answer == held.resident or (flipped and answer == Miss(MissReason.BAD_COPY))
+            self.check_leased(held, answer)
+        self.settle()
+
+    def prefetch(self, which: int) -> None:
+        path = PATHS[which % len(PATHS)]
+        keys = tuple(key_of(path[: depth + 1]) for depth in range(len(path)))
+        self.store.prefetch(self.clients[0].id, Prefetch(NAMESPACE, keys))
+        self.settle()
+
+    # --- between tiers ----------------------------------------------------------------------------------
+
+    def carry(self, which: int, failure: MissReason | None) -> None:
+        """One job ends, well or not."""
+        if self.carrier.jobs:
+            job = self.carrier.jobs[which % len(self.carrier.jobs)]
+            path = bytes(job.object.key).decode().rstrip(".")
+            if isinstance(job, Promotion):
+                self.failed.add(path)
+                if failure is MissReason.BAD_COPY:
+                    self.damaged.add(job.object.generation)
+            bad_before = self.store.snapshot().totals.bad_copies
+            self.carrier.carry(which, failure if isinstance(job, Promotion) else None)
+            if self.store.snapshot().totals.bad_copies > bad_before:
+                bad = self.commits[job.object.generation]
+                assert bad.flipped or job.object.generation in self.damaged, "a sound copy is said to be bad"
+                self.bad.add(path)
+        self.settle()
+
+    def carry_all(self) -> None:
+        while self.carrier.jobs or self.carrier.landing:
+            self.carry(0, None)
+            self.land_late()
+        self.land_late()
+
+    def land_late(self) -> None:
+        """What was given up writes a last time, and ends; the device commits."""
+        self.carrier.land()
+        self.carrier.commit()
+        self.settle()
+
+    def switch(self, up: bool) -> None:
+        """The device goes away, or is back."""
+        self.disk.up = up
+        self.settle()
+
+    def wear(self, worn: bool) -> None:
+        self.disk.worn = worn
         self.settle()
 
     # --- trouble ----------------------------------------------------------------------------------------
 
     def flip(self, which: int, where: int) -> None:
         """A bit of a leased copy changes in memory."""
-        alive = [held for held in self.leased if held.deadline_s > self.now_s]
+        alive = [held for held in self.leased if held.resident and held.deadline_s > self.now_s]
         if alive:
             held = alive[which % len(alive)]
+            assert held.resident is not None
             start, _ = held.resident.extents[0]
             at = start * PAGE_BYTES + where % min(PAGE_BYTES, held.resident.size_bytes)
             self.arena.buffer[at] ^= 1
-            self.commits[held.resident.generation].flipped = True
+            self.commits[held.generation].flipped = True
         self.settle()
 
     def suspect(self, which: int) -> None:
         """A reader doubts a copy. The verdict comes later."""
-        alive = [held for held in self.leased if held.deadline_s > self.now_s]
+        alive = [held for held in self.leased if held.resident and held.deadline_s > self.now_s]
         if alive:
             held = alive[which % len(alive)]
-            request = Suspect(
-                NAMESPACE, key_of(held.path), held.resident.generation, self.lease_id(held.name)
-            )
+            request = Suspect(NAMESPACE, key_of(held.path), held.generation, self.lease_id(held.name))
             check = self.store.check(held.client, request)
-            assert check is not None or self.commits[held.resident.generation].flipped
+            assert check is not None or self.commits[held.generation].flipped
             if check is not None:
                 self.checks.append(check)
         self.settle()
@@ -444,10 +546,11 @@ class Sim:
             bad_before = self.store.snapshot().totals.bad_copies
             self.store.settle(check, sound=sound)
             if not sound:
-                self.flips_found += self.store.snapshot().totals.bad_copies - bad_before
-                if listed:
+                found = self.store.snapshot().totals.bad_copies - bad_before
+                self.flips_found += found
+                if listed and found:
                     self.lost[commit.path] = MissReason.BAD_COPY
-                    assert self.store.tier_of(key_of(commit.path)) is None
+                    assert self.store.tier_of(key_of(commit.path)) is not Tier.DRAM
         self.settle(gone_on_purpose=True)
 
     def crash(self, who: int) -> None:
@@ -458,7 +561,7 @@ class Sim:
     def drop(self, which: int) -> None:
         path = PATHS[which % len(PATHS)]
         self.store.drop(ClientId(bytes(16)), Drop(NAMESPACE, (key_of(path),)))
-        if path in self.ready:
+        if path in self.ready or path in self.down:
             self.lost[path] = MissReason.EVICTED
         self.settle(gone_on_purpose=True)
 
@@ -471,7 +574,8 @@ class Sim:
         self.store.tick()
         self.ticked_s = self.now_s
         use = self.store.snapshot().tiers[Tier.DRAM]
-        if not (use.leased_pages or use.reserved_pages or use.held_pages or self.checks):
+        busy = self.checks or self.carrier.jobs or self.carrier.landing
+        if not (use.leased_pages or use.reserved_pages or use.held_pages or busy):
             assert use.free_pages >= int(use.pages * limits.LOW_WATER_SHARE), "below the low-water mark"
         self.settle()
 
@@ -479,10 +583,14 @@ class Sim:
         """Everybody stops. Everything held ends by itself, and the store is as good as new."""
         while self.checks:
             self.verdict(0)
+        self.switch(up=True)
+        self.wear(worn=False)
+        self.carry_all()
         self.clients = [self.new_client()]
         for _ in range(3):
             self.wait(max(limits.RESERVATION_S_MAX, limits.LEASE_S_MAX, limits.HOLD_S))
             self.tick()
+            self.carry_all()
         snapshot = self.store.snapshot()
         use = snapshot.tiers[Tier.DRAM]
         assert (
@@ -492,18 +600,32 @@ class Sim:
             use.reserved_pages,
             use.leased_pages,
         ) == (0,) * 5
-        assert use.free_pages + sum(map(self.pages_of, self.ready)) == use.pages, "pages have leaked"
+        tiers = self.tiers()
+        in_dram = [path for path, where in tiers.items() if Tier.DRAM in where]
+        assert use.free_pages + sum(map(self.pages_of, in_dram)) == use.pages, "pages have leaked"
+        on_disk = [path for path, where in tiers.items() if Tier.NVME in where]
+        assert self.disk.free_pages + sum(map(self.pages_of, on_disk)) == self.disk.usable_pages, (
+            "pages of the device have leaked"
+        )
         for path in [path for path in PATHS if len(path) == 1]:
             self.positive(path)
 
     def positive(self, path: str) -> None:
         """What fits into an empty store is readable at once after its commit: no promise is kept by never hitting."""
-        self.reserve(0, PATHS.index(path), 1, 30.0, cold=False)
+        for _ in range(5):
+            self.reserve(0, PATHS.index(path), 1, 30.0, cold=False)
+            self.carry_all()
         mine = [grant for grant in self.clients[0].grants if grant.path == path]
         assert mine or path in self.ready, f"{path} was refused by a store with nothing to do"
         if mine:
             self.commit(0, self.clients[0].grants.index(mine[-1]))
-        assert isinstance(self.ask(self.clients[0], [path], 0, 30.0, prefix=True)[0], Resident)
+        answer: object = None
+        for _ in range(5):
+            (answer,) = self.ask(self.clients[0], [path], 0, 30.0, prefix=True)
+            assert isinstance(answer, Resident | OnDisk)
+            self.store.pages(self.clients[0].id, Pages(self.lease_id(0), (key_of(path),)))
+            self.carry_all()
+        assert isinstance(answer, Resident)
         self.release(0, 0, 0, some=False, cold=False)
 
     # --- invariants -------------------------------------------------------------------------------------
@@ -512,12 +634,15 @@ class Sim:
         """Looks at what has changed, then at what must hold."""
         states = self.states()
         ready = {path for path, state in states.items() if state == "ready"}
-        vanished = self.ready - ready
+        down = self.down_now()
+        vanished = self.ready - ready - down
         if not gone_on_purpose:
-            for path in vanished:
-                children = [child for child in states if child[:-1] == path]
-                assert not children, f"{path} was evicted while {children} are held"
+            self.check_vanished(vanished, states)
+        for path in self.down - ready - down:
+            if states.get(path) != "filling":
                 self.lost[path] = MissReason.EVICTED
+        self.bad.clear()
+        self.down = down
         for grant in self.grants:
             noticed = states.get(grant.path) != "filling" or self.generation(grant.path) != grant.generation
             if not grant.ended and self.now_s >= grant.deadline_s and noticed:
@@ -527,19 +652,52 @@ class Sim:
         self.ready = ready
         self.check_invariants()
 
+    def check_vanished(self, vanished: set[str], states: dict[str, str]) -> None:
+        """What is gone was evicted, children first, or was found bad."""
+        orphaning = self.store.snapshot().totals.orphaning
+        for path in vanished:
+            if path in self.bad:
+                self.lost[path] = MissReason.BAD_COPY
+                continue
+            children = [child for child in states if child[:-1] == path]
+            if orphaning == self.orphaning:
+                assert not children, f"{path} was evicted while {children} are held"
+            tiers = self.tiers()
+            assert not any(Tier.DRAM in tiers[child] for child in children), "a child in DRAM is out of reach"
+            self.lost[path] = MissReason.EVICTED
+        self.orphaning = orphaning
+
+    def down_now(self) -> set[str]:
+        return {path for path, state in self.states().items() if state == "down"}
+
     def check_invariants(self) -> None:
         self.store.audit()
         self.leased = [held for held in self.leased if held.deadline_s > self.now_s]
         owners: dict[int, Generation] = {}
         for held in self.leased:
             self.read(held)
-            self.own(owners, held.resident.generation, held.resident.extents)
+            if held.resident is not None:
+                self.own(owners, held.generation, held.resident.extents)
+            else:
+                self.check_on_disk(held)
         for grant in self.grants:
             if grant.may_write(self.now_s):
                 self.own(owners, grant.generation, grant.extents)
+        for record in self.disk.records.values():
+            commit = self.commits[record.generation]
+            assert self.disk.data[record] == commit.content, "what is on the device is no commit"
+            assert key_of(commit.path) == record.key
         committed = {commit.path for commit in self.commits.values()}
         assert self.ready <= committed, "something is visible that nobody committed"
         self.check_limits()
+
+    def check_on_disk(self, held: Leased) -> None:
+        """What is promised on NVMe is there, unless it was found bad."""
+        record = self.disk.records.get(key_of(held.path))
+        there = record is not None and record.generation == held.generation
+        assert there or held.generation in self.damaged or self.commits[held.generation].flipped, (
+            f"{held.path} was promised, and is nowhere"
+        )
 
     def own(
         self, owners: dict[int, Generation], generation: Generation, extents: tuple[tuple[int, int], ...]
@@ -553,10 +711,15 @@ class Sim:
         use = self.store.snapshot().tiers[Tier.DRAM]
         floor = limits.OBJECTS_PER_CLIENT_MIN * pages_for(SIZES[-1] * GEOMETRY.bytes_per_unit, PAGE_BYTES)
         floors = floor * self.num_clients
-        assert use.leased_pages <= use.pages * limits.LEASED_SHARE_MAX + floors
+        assert use.leased_pages <= use.pages * limits.LEASED_AND_PROMOTED_SHARE_MAX + 2 * floors
         assert use.reserved_pages + use.held_pages <= use.pages * limits.RESERVED_AND_HELD_SHARE_MAX + floors
         if self.num_clients == 1:
-            assert use.leased_pages <= max(use.pages * limits.LEASED_SHARE_MAX, floor)
+            share = (
+                limits.LEASED_AND_PROMOTED_SHARE_MAX if self.disk.usable_pages else limits.LEASED_SHARE_MAX
+            )
+            assert use.leased_pages <= max(use.pages * share, floor) + (
+                floor if self.disk.usable_pages else 0
+            )
             taken = use.reserved_pages + use.held_pages
             assert taken <= max(use.pages * limits.RESERVED_AND_HELD_SHARE_MAX, floor)
 
@@ -582,16 +745,25 @@ class Sim:
         )
 
     def leased_pages_of(self, client: Client) -> int:
-        alive = {held.resident.generation: held for held in self.leased if held.client == client.id}
+        alive = {held.generation: held for held in self.leased if held.client == client.id}
         return sum(self.pages_of(held.path) for held in alive.values())
 
     def states(self) -> dict[str, str]:
-        """Paths of listed objects, with their state in DRAM."""
+        """Paths of listed objects: ready (somewhere), filling by a writer, or down with their device."""
+        return {path: _state(tiers) for path, tiers in self.tiers().items()}
+
+    def tiers(self) -> dict[str, dict[Tier, str]]:
         views, _ = self.store.objects(1000)
         names = {key_of(path).hex(): path for path in PATHS}
-        return {names[view.key]: view.tiers[Tier.DRAM] for view in views}
+        return {names[view.key]: view.tiers for view in views}
 
     def generation(self, path: str) -> Generation | None:
         """The generation of the listed object."""
         listed = self.store._listing.objects.get(key_of(path))
         return listed.generation if listed is not None else None
+
+
+def _state(tiers: dict[Tier, str]) -> str:
+    if tiers.get(Tier.DRAM) in ("ready", "moving") or tiers.get(Tier.NVME) == "ready":
+        return "ready"
+    return "down" if Tier.NVME in tiers else tiers[Tier.DRAM]

@@ -25,10 +25,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from kvstore.core import MissReason
+from kvstore.store import SpillMode
 from tests.sim.model import PATHS, SIZES, Sim
 
 ARENAS = [6, 7, 12, 20, 40]
 """Pages: two chunks and up, so that the store is full most of the time. Times below are exact in binary."""
+DISKS = [0, 6, 12, 40]
+"""Pages of the NVMe tier; 0: there is none."""
+FAILURES = [None, None, None, MissReason.DEVICE_DOWN, MissReason.PROMOTE_DEADLINE, MissReason.BAD_COPY]
 DURATIONS = [0.5, 10.0, 30.0, 120.0]
 WAITS = [0.0, 0.5, 5.0, 9.75, 10.0, 30.0, 60.0, 119.75, 120.0]
 
@@ -45,9 +50,13 @@ class StoreMachine(RuleBasedStateMachine):
         pages=st.sampled_from(ARENAS),
         sizes=st.lists(st.integers(0, len(SIZES) - 1), min_size=len(PATHS), max_size=len(PATHS)),
         num_clients=st.integers(1, 3),
+        disk_pages=st.sampled_from(DISKS),
+        spill=st.sampled_from(SpillMode),
     )
-    def start(self, pages: int, sizes: list[int], num_clients: int) -> None:
-        self.sim = Sim(pages, sizes, num_clients)
+    def start(
+        self, pages: int, sizes: list[int], num_clients: int, disk_pages: int, spill: SpillMode
+    ) -> None:
+        self.sim = Sim(pages, sizes, num_clients, disk_pages, spill)
 
     @rule(who=whos, which=picks, how_many=st.integers(1, 4), duration_s=durations, cold=flags)
     def reserve(self, **arguments) -> None:
@@ -102,6 +111,26 @@ class StoreMachine(RuleBasedStateMachine):
     def verdict(self, **arguments) -> None:
         self.sim.verdict(**arguments)
 
+    @rule(which=picks)
+    def prefetch(self, **arguments) -> None:
+        self.sim.prefetch(**arguments)
+
+    @rule(which=picks, failure=st.sampled_from(FAILURES))
+    def carry(self, **arguments) -> None:
+        self.sim.carry(**arguments)
+
+    @rule()
+    def land_late(self) -> None:
+        self.sim.land_late()
+
+    @rule(up=flags)
+    def switch(self, **arguments) -> None:
+        self.sim.switch(**arguments)
+
+    @rule(worn=flags)
+    def wear(self, **arguments) -> None:
+        self.sim.wear(**arguments)
+
     @rule(who=whos)
     def crash(self, **arguments) -> None:
         self.sim.crash(**arguments)
@@ -133,7 +162,9 @@ def test_a_long_walk(seed: int) -> None:
     """Every rule switched on, weighted as clients would: reaches full stores that short examples do not."""
     random = Random(seed)
     sizes = [random.randrange(len(SIZES)) for _ in PATHS]
-    sim = Sim(random.choice(ARENAS), sizes, random.choice([1, 2, 3]))
+    disk_pages = DISKS[seed % len(DISKS)]
+    spill = random.choice([SpillMode.EVICT, SpillMode.EVICT, SpillMode.EAGER, SpillMode.NEVER])
+    sim = Sim(random.choice(ARENAS), sizes, random.choice([1, 2, 3]), disk_pages, spill)
     acts = {
         "put": (6, lambda: sim.put(pick(), pick(), duration())),
         "reserve": (
@@ -150,10 +181,15 @@ def test_a_long_walk(seed: int) -> None:
             3,
             lambda: sim.release(pick(), pick(), pick(), random.random() < 0.3, random.random() < 0.3),
         ),
-        "pages": (1, lambda: sim.pages(pick())),
+        "pages": (4, lambda: sim.pages(pick())),
         "flip": (0.3, lambda: sim.flip(pick(), random.randrange(4096))),
         "suspect": (1, lambda: sim.suspect(pick())),
         "verdict": (1.5, lambda: sim.verdict(pick())),
+        "prefetch": (1, lambda: sim.prefetch(pick())),
+        "carry": (8, lambda: sim.carry(pick(), random.choice([None] * 6 + FAILURES))),
+        "land_late": (2, sim.land_late),
+        "switch": (1, lambda: sim.switch(random.random() < 0.7)),
+        "wear": (0.5, lambda: sim.wear(random.random() < 0.3)),
         "crash": (0.5, lambda: sim.crash(pick())),
         "drop": (0.5, lambda: sim.drop(pick())),
         "wait": (3, lambda: sim.wait(random.choice(WAITS[: random.randint(1, len(WAITS))]))),
