@@ -82,11 +82,10 @@ class Leases:
             return True
         if wanted.dram is None:
             share_bytes = int(self._disk_bytes() * limits.LEASED_SHARE_MAX)
-            if self.disk_bytes + wanted.size_bytes <= share_bytes:
+            if wanted.leases or self.disk_bytes + wanted.size_bytes <= share_bytes:
                 return True
-            own_bytes = sum(own.size_bytes for own in client.leased if isinstance(own, Object))
-            floor_bytes = limits.OBJECTS_PER_CLIENT_MIN * wanted.namespace.chunk_bytes
-            return own_bytes + wanted.size_bytes <= floor_bytes
+            own_pages = sum(own.pages for own in client.leased if isinstance(own, Object))
+            return own_pages + wanted.pages <= floor_pages
         client_pages = client.leased_pages + wanted.pages
         all_pages = self.leased_pages + (0 if wanted.leases else wanted.pages)
         share_pages = self._clients.leased_pages_max

@@ -284,10 +284,14 @@ class Moving:
         dram = self._listing.dram
         if dram.promoted_pages and dram.promoted_pages + wanted.pages > self._promoted_pages_max:
             return False
+        job = Promotion(wanted, (), now_s, source)
+        wanted.job = job  # from now on: making room must not cost the source
         if not dram.fill(wanted, (), self._leases.young_s(now_s)):
+            wanted.job = None
+            if not wanted.pinned:
+                self._listing.touch(wanted)
             return False
-        job = Promotion(wanted, wanted.in_dram.extents, now_s, source)
-        wanted.job = job
+        job.extents = wanted.in_dram.extents
         self._jobs[job] = None
         self._leases.gained(wanted, client)
         self.on_job(job)

@@ -9,7 +9,7 @@ child of it out of reach: children on NVMe go before it by policy, and while one
 DRAM itself. A device that is down keeps its pages; what the policy gives up there is freed when it is back.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Protocol
 
 from kvstore.core import Namespace, limits, pages_for
@@ -70,6 +70,7 @@ class Nvme:
         """
         self.disks = disks
         self.use: dict[Disk, Use] = {disk: Use() for disk in disks.devices}
+        self.spared: Collection[Hashable] = ()  # are not given up; when that ends, tell `unspare`
         self.coming_bytes = 0  # of objects that are being spilled
         self.strange: dict[Namespace, list[OnDevice]] = {}  # of namespaces whose manifest is lost
         self._strange_pages: dict[Disk, int] = dict.fromkeys(disks.devices, 0)
@@ -123,6 +124,14 @@ class Nvme:
             self.touch(loose)
         elif loose in self._retired:
             self.remove(loose)
+
+    def unspare(self) -> None:
+        """What was spared was offered, which is a use."""
+        for entry in self.spared:
+            listed = self._listed.get(entry)
+            if listed is not None:
+                self.touch(listed)
+        self.spared = ()
 
     def child_left(self, parent_entry: Hashable) -> None:
         """A child of this entry is not in DRAM any more: it may perhaps be evicted now."""
@@ -185,7 +194,9 @@ class Nvme:
 
     def _is_evictable(self, entry: Hashable) -> bool:
         victim = self._listed[entry]
-        return not victim.pinned and (victim.is_readable or not self._in_dram(entry))
+        if victim.pinned or entry in self.spared:
+            return False
+        return victim.is_readable or not self._in_dram(entry)
 
     def _may_go(self, victim: Object) -> bool:
         return victim.is_readable or not (self._in_dram(victim.entry) or self._policy.children(victim.entry))

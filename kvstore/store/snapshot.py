@@ -73,6 +73,7 @@ class TierUse(msgspec.Struct, frozen=True, kw_only=True):
     held_pages: int
     reserved_pages: int
     leased_pages: int
+    moving_pages: int = 0  # being filled from another tier
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,9 +16,10 @@ def tiers_in_use(listing: Listing, leases: Leases, page_bytes: int) -> dict[Tier
         page_bytes=page_bytes,
         pages=dram.page_count,
         free_pages=dram.free_pages,
-        held_pages=dram.held_pages + dram.landing_pages,
-        reserved_pages=dram.reserved_pages + dram.promoted_pages,
+        held_pages=dram.held_pages,
+        reserved_pages=dram.reserved_pages,
         leased_pages=leases.leased_pages,
+        moving_pages=dram.promoted_pages + dram.landing_pages,
     )
     nvme = listing.nvme
     return {Tier.DRAM: use, Tier.NVME: _on_disks(nvme, leases)} if nvme.disks.devices else {Tier.DRAM: use}
@@ -36,6 +37,7 @@ def _on_disks(nvme: Nvme, leases: Leases) -> TierUse:
         pages=nvme.size_bytes // page_bytes,
         free_pages=free_bytes // page_bytes,
         held_pages=0,
-        reserved_pages=-(-nvme.coming_bytes // page_bytes),
+        reserved_pages=0,
         leased_pages=-(-leases.disk_bytes // page_bytes),
+        moving_pages=-(-nvme.coming_bytes // page_bytes),
     )

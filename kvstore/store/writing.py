@@ -83,7 +83,9 @@ class Writing:
         end_s = now_s + min(duration_s, limits.RESERVATION_S_MAX)
         doubtful_pages = self._clients.doubtful_pages(besides=client)
         asked = Asked(client, namespace, now_s, end_s, alone, doubtful_pages, spared=_chain(items))
+        self._listing.nvme.spared = asked.spared
         answers = tuple(self._reserve(asked, item) for item in items)
+        self._listing.nvme.unspare()
         self._listing.dram.unspare(asked.spared)
         return answers
 
