@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvstore.admin.histogram import FrozenHistogram
+from kvstore.admin.tier_metrics import devices, movement
 from kvstore.admin.view import Motion, View
 from kvstore.core import MissReason
 from kvstore.store import Snapshot
@@ -40,6 +41,10 @@ class NodeCollector(Collector):
         yield from _motion(
             "pull", "pulled by engines (or given up): from the lease to its release", view.pulled
         )
+        yield from _motion("spill", "written to NVMe", view.spilled)
+        yield from _motion("promotion", "read from NVMe", view.promoted)
+        yield from movement(view.store)
+        yield from devices(view.devices)
         yield from _control(view)
         yield from _index(view)
 
@@ -108,6 +113,9 @@ def _tiers(store: Snapshot) -> Iterable[Metric]:
     leased = GaugeMetricFamily(
         "kvstore_tier_leased_bytes", "Pages that readers have a lease on.", labels=["tier"]
     )
+    moving = GaugeMetricFamily(
+        "kvstore_tier_moving_bytes", "Pages being filled from the other tier.", labels=["tier"]
+    )
     for tier, use in store.tiers.items():
         objects.add_metric([tier], use.objects)
         stored.add_metric([tier], use.object_bytes)
@@ -116,7 +124,8 @@ def _tiers(store: Snapshot) -> Iterable[Metric]:
         held.add_metric([tier], use.held_pages * use.page_bytes)
         reserved.add_metric([tier], use.reserved_pages * use.page_bytes)
         leased.add_metric([tier], use.leased_pages * use.page_bytes)
-    return objects, stored, size, free, held, reserved, leased
+        moving.add_metric([tier], use.moving_pages * use.page_bytes)
+    return objects, stored, size, free, held, reserved, leased, moving
 
 
 def _held(store: Snapshot) -> Iterable[Metric]:
@@ -181,7 +190,9 @@ def _control(view: View) -> Iterable[Metric]:
     yield _counters("failed_requests", "Control requests refused as a whole.", "code", server.failures)
     yield _counter("garbage_frames", "Frames that were not of this protocol.", server.garbage_frames)
     yield _counter("lost_replies", "Replies that nobody took.", server.lost_replies)
-    yield _gauge("parked_requests", "Requests that wait for a commit.", server.parked)
+    yield _gauge(
+        "parked_requests", "Requests that wait for a commit, or for a copy from NVMe.", server.parked
+    )
 
 
 def _index(view: View) -> Iterable[Metric]:

@@ -8,6 +8,7 @@ from kvstore.admin.histogram import FrozenHistogram
 from kvstore.core import MissReason
 from kvstore.index import PublisherStats
 from kvstore.store import ObjectView, Snapshot
+from kvstore.tiers import NvmeStats
 
 
 class ServerCounts(Protocol):
@@ -52,7 +53,7 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Motion:
-    """Objects pushed or pulled, as far as the node can see: it does not move the bytes.
+    """Objects that moved. Those pushed or pulled only as far as the node can see: it does not move their bytes.
 
     A push is counted at its commit and lasts from the grant on; a pull is counted at its release and lasts from
     the lease on. A reader that gives up looks the same from here; `Totals.hit_tokens` is what was really used.
@@ -82,6 +83,9 @@ class View:
     server: ServerCounts
     publisher: PublisherStats
     loop_lag_s: FrozenHistogram
+    spilled: Motion
+    promoted: Motion
+    devices: tuple[NvmeStats, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

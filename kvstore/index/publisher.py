@@ -93,6 +93,7 @@ class Publisher:
         self._pass_wanted = True  # boot
         self._pass_keys = 0  # seen in the last pass, or so far in this one
         self._wake = asyncio.Event()
+        self._told = asyncio.Event()  # the first pass is over, or the index is down
         self._up = True
         self._sent_keys = self._sent_batches = self._passes = 0
         self._failures = self._losses = self._overflows = 0
@@ -111,6 +112,10 @@ class Publisher:
         """Says that the index may be wrong about any key: a pass over all of them begins soon."""
         self._pass_wanted = True
         self._wake.set()
+
+    async def first_pass(self) -> None:
+        """Returns when the index knows all that was held at the start, or does not answer."""
+        await self._told.wait()
 
     @property
     def pending(self) -> int:
@@ -200,6 +205,8 @@ class Publisher:
             raise
         finally:
             self._sending = []
+        if self._passes and self._pass is None:
+            self._told.set()
         if batch:
             self._sent_keys += len(batch)
             self._sent_batches += 1
@@ -226,6 +233,7 @@ class Publisher:
 
     def _failed(self, error: IndexDown) -> None:
         self._failures += 1
+        self._told.set()
         if self._up:
             self._up = False
             _log.warning("%s", error)

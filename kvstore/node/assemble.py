@@ -44,11 +44,13 @@ from kvstore.wire import BootId, NodeId, Welcome
 
 @dataclass(frozen=True)
 class Node:
-    """A node that serves. `background` is what must run until it stops, by name; `ready` tells probes."""
+    """A node that serves. `background` is what must run until it stops, by name; `ready` tells probes,
+    `published` returns when the index knows what the node found at its start, or cannot be told."""
 
     banner: str
     background: dict[str, Coroutine[Any, Any, None]]
     ready: Callable[[bool], None]
+    published: Callable[[], Coroutine[Any, Any, None]]
 
 
 @asynccontextmanager
@@ -95,7 +97,13 @@ class _Assembly:
             self._config.transfer.hold_s,
             tiering=self._tiering(),
         )
-        self._porter = Porter(self._store, self._arena, self._nvme, self._config.tiers.promote_deadline_s)
+        self._porter = Porter(
+            self._store,
+            self._arena,
+            self._nvme,
+            self._config.tiers.promote_deadline_s,
+            self._store.carried,
+        )
         await self._mount_devices()
         self._publisher = Publisher(
             index, self._node, self._store.tier_of, self._store.keys, record=self._record
@@ -109,7 +117,7 @@ class _Assembly:
             "publisher": self._publisher.run(),
             "manifests": manifests.run(),
         }
-        return Node(self._banner(admin_address), background, self._admin.ready)
+        return Node(self._banner(admin_address), background, self._admin.ready, self._publisher.first_pass)
 
     async def _start_redis(self) -> EmbeddedRedis | None:
         if self._config.redis.url:
@@ -252,6 +260,9 @@ class _Assembly:
             server=self._control.stats,
             publisher=self._publisher.stats,
             loop_lag_s=self._heart.lag.freeze(),
+            spilled=self._store.spills.freeze(),
+            promoted=self._store.promotions.freeze(),
+            devices=tuple(device.stats() for device in self._nvme.devices),
         )
 
     def _banner(self, admin_address: str) -> str:

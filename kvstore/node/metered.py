@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvstore.admin import MOTION_BOUNDS_S, Histogram, Motion
 from kvstore.core import Key, MissReason, Namespace, limits
 from kvstore.policy import Policy
-from kvstore.store import Store, Tiering
+from kvstore.store import Job, Spill, Store, Tiering
 from kvstore.wire import (
     Acquire,
     AcquireAnswer,
@@ -47,7 +47,8 @@ class Meter:
         """The counts now."""
         return Motion(objects=self._objects, object_bytes=self._bytes, seconds=self._seconds.freeze())
 
-    def _moved(self, size_bytes: int, seconds: float) -> None:
+    def moved(self, size_bytes: int, seconds: float) -> None:
+        """An object has moved, in so many seconds."""
         self._objects += 1
         self._bytes += size_bytes
         self._seconds.observe(seconds)
@@ -73,7 +74,7 @@ class Pushes(Meter):
         now_s = self._clock()
         for generation in committed:
             if (begun := self._under_way.pop(generation, None)) is not None:
-                self._moved(begun[1], now_s - begun[0])
+                self.moved(begun[1], now_s - begun[0])
 
 
 class Pulls(Meter):
@@ -98,7 +99,7 @@ class Pulls(Meter):
         under_way = self._leases.get(lease, {})
         for key in keys or list(under_way):
             if (begun := under_way.pop(key, None)) is not None:
-                self._moved(begun[1], now_s - begun[0])
+                self.moved(begun[1], now_s - begun[0])
         if not under_way:
             self._leases.pop(lease, None)
 
@@ -126,7 +127,14 @@ class MeteredStore(Store):
         self._on_namespace = on_namespace
         self.pushes = Pushes(clock)
         self.pulls = Pulls(clock)
+        self.spills = Meter(clock)
+        self.promotions = Meter(clock)
         self.refused: dict[MissReason, int] = {}
+
+    def carried(self, job: Job, seconds: float) -> None:
+        """A copy has come to the other tier."""
+        meter = self.spills if isinstance(job, Spill) else self.promotions
+        meter.moved(job.object.size_bytes, seconds)
 
     def open_namespace(self, namespace: Namespace, manifest_bytes: bytes) -> str:
         """See `Store.open_namespace`."""

@@ -1,17 +1,19 @@
 """Running a node: from a configuration to an exit code."""
 
 import asyncio
+import contextlib
 import logging
 import signal
 
 from kvstore.core import KVStoreError
-from kvstore.node.assemble import assemble
+from kvstore.node.assemble import Node, assemble
 from kvstore.node.garbage import keep_collections_short
 from kvstore.node.logs import start_logging
 from kvstore.node.sections import Config
 
 log = logging.getLogger(__name__)
 
+PUBLISH_S_MAX = 30.0  # then the node is ready, and its first pass goes on
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -42,12 +44,20 @@ async def _run(config: Config) -> None:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(work, name=name) for name, work in node.background.items()]
             keep_collections_short()
-            node.ready(True)
+            starting = tasks.create_task(_be_ready(node))
             await stop.wait()
+            starting.cancel()
             node.ready(False)
             for task in background:
                 task.cancel()
     log.info("stopped")
+
+
+async def _be_ready(node: Node) -> None:
+    """Ready means: engines find here what was found on the devices. An index that is down is no reason to wait."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(node.published(), PUBLISH_S_MAX)
+    node.ready(True)
 
 
 def _on_signal(number: signal.Signals, stop: asyncio.Event) -> None:

@@ -287,12 +287,17 @@ class Dram:
                 break
             if fate is Fate.SPILL:
                 self.outlet.spill(victim)
-            elif victim.nvme is not None or (entry not in spared and self.may_leave_the_node(victim)):
+            elif self._may_go(victim, spared):
                 self.evict(victim)
             else:
                 continue
             some = True
         return some
+
+    def _may_go(self, victim: Object, spared: Container[Hashable]) -> bool:
+        if victim.entry in spared and not victim.is_on_disk:
+            return False
+        return victim.nvme is not None or self.may_leave_the_node(victim)
 
     def _leave_unfilled(self, filling: Object, event: Event) -> Extents:
         copy = filling.in_dram

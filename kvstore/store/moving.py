@@ -96,14 +96,16 @@ class Moving:
     def keeps(self, victim: Object) -> bool:
         """Whether an object is on NVMe, or would be taken there. See `dram.Outlet`."""
         if victim.nvme is not None:
-            return True
+            return victim.nvme.disk.up
         if self._mode is SpillMode.NEVER or self._is_worthless(victim) or self._is_taken(victim.key):
             return False
         return self._listing.nvme.disks.refuses(victim.size_bytes) not in (Refusal.DEVICE_DOWN, Refusal.WORN)
 
     def fate(self, victim: Object) -> Fate:
         """What becomes of a copy in DRAM that is to be given up. See `dram.Outlet`."""
-        if victim.nvme is not None or not self.keeps(victim):
+        if victim.nvme is not None or not self.keeps(
+            victim
+        ):  # of a device that is down: it comes back with it
             return Fate.GO
         if not self._may_spill(victim):
             return Fate.STAY
@@ -286,7 +288,10 @@ class Moving:
             return False
         job = Promotion(wanted, (), now_s, source)
         wanted.job = job  # from now on: making room must not cost the source
-        if not dram.fill(wanted, (), self._leases.young_s(now_s)):
+        parent = (wanted.parent_entry,)
+        filled = dram.fill(wanted, parent, self._leases.young_s(now_s))
+        dram.unspare(parent)
+        if not filled:
             wanted.job = None
             if not wanted.pinned:
                 self._listing.touch(wanted)

@@ -7,7 +7,7 @@ anything.
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvstore.core import Corrupt, Extents, MissReason, limits
@@ -29,9 +29,18 @@ class Porter:
         arena: the memory that DRAM copies lie in.
         tier: the devices.
         promote_deadline_s: what a device may take for one object.
+        on_done: is told of jobs that succeeded, and how long they took.
     """
 
-    def __init__(self, store: Store, arena: Arena, tier: NvmeTier, promote_deadline_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        arena: Arena,
+        tier: NvmeTier,
+        promote_deadline_s: float,
+        on_done: Callable[[Job, float], None] = lambda _job, _seconds: None,
+    ) -> None:
+        self._on_done = on_done
         self._store = store
         self._arena = arena
         self._tier = tier
@@ -97,8 +106,11 @@ class Porter:
     # --- to a device ------------------------------------------------------------------------------------
 
     async def _spill(self, job: Spill) -> None:
+        began_s = asyncio.get_running_loop().time()
         async with self._spilling:
             outcome = await self._put(job)
+        if isinstance(outcome, OnDevice):
+            self._on_done(job, asyncio.get_running_loop().time() - began_s)
         self._store.moving.spilled(job, outcome)
 
     async def _put(self, job: Spill) -> OnDevice | Refusal | None:
@@ -127,6 +139,7 @@ class Porter:
     async def _promote(self, job: Promotion) -> None:
         device = next(each for each in self._tier.devices if each is job.source.disk)
         reading: Get | None = None
+        began_s = asyncio.get_running_loop().time()
         async with self._promoting[device]:
             try:
                 reading = device.get(job.source.record, self._memory(job.extents))
@@ -139,6 +152,7 @@ class Porter:
             except DeviceDown:
                 self._store.moving.failed(job, MissReason.DEVICE_DOWN)
             else:
+                self._on_done(job, asyncio.get_running_loop().time() - began_s)
                 self._store.moving.promoted(job, table)
         if reading is not None:
             await asyncio.wait({reading.ended})  # until then its pages are nobody's

@@ -3,6 +3,7 @@
 from kvstore.tiers.arena import Arena
 from kvstore.tiers.nvme import (
     FORMAT_VERSION,
+    Counts,
     Device,
     DeviceDown,
     DeviceRefused,
@@ -34,6 +35,7 @@ from kvstore.tiers.pages import PageAllocator
 __all__ = [
     "FORMAT_VERSION",
     "Arena",
+    "Counts",
     "Device",
     "DeviceDown",
     "DeviceRefused",

@@ -10,6 +10,23 @@ from kvstore.index import PublisherStats
 from kvstore.policy import Lru
 from kvstore.server import ServerStats
 from kvstore.store import Store
+from kvstore.tiers import Counts, NvmeStats
+
+DEVICE = NvmeStats(
+    path="/dev/nvme1n1",
+    up=True,
+    reason="",
+    trips=1,
+    objects=3,
+    object_bytes=300,
+    page_bytes=100,
+    pages=50,
+    free_pages=40,
+    failed_pages=2,
+    writing_bytes=0,
+    wear_left_bytes=-1,
+    counts=Counts(puts=4, put_bytes=400),
+)
 
 
 def motion(*seconds: float) -> Motion:
@@ -52,5 +69,8 @@ def a_view(**changes: Any) -> View:
             overflows=0,
         ),
         loop_lag_s=Histogram(LAG_BOUNDS_S).freeze(),
+        spilled=motion(0.1),
+        promoted=motion(),
+        devices=(DEVICE,),
     )
     return replace(view, **changes)

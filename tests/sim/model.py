@@ -160,6 +160,7 @@ class Sim:
         self.checks: list[Check] = []
         self.ready: set[str] = set()
         self.flips_found = 0
+        self.down_at_s = -1.0  # when the device was down last
         self.failed: set[str] = set()  # paths of promotions that ended, perhaps badly
         self.bad: set[str] = set()  # paths whose copy was found bad on its way
 
@@ -402,7 +403,7 @@ class Sim:
                 assert commit.flipped or held.generation in self.damaged
             case Miss(reason=MissReason.DEVICE_DOWN):
                 assert held.resident is None
-                assert not self.disk.up or held.path in self.failed
+                assert self.down_at_s == self.now_s or held.path in self.failed
             case Miss(reason=reason):
                 assert held.resident is None
                 assert reason in (MissReason.NO_ROOM, MissReason.PROMOTE_DEADLINE)
@@ -640,7 +641,7 @@ class Sim:
             self.check_vanished(vanished, states)
         for path in self.down - ready - down:
             if states.get(path) != "filling":
-                self.lost[path] = MissReason.EVICTED
+                self.lost[path] = MissReason.BAD_COPY if path in self.bad else MissReason.EVICTED
         self.bad.clear()
         self.down = down
         for grant in self.grants:
@@ -672,6 +673,7 @@ class Sim:
 
     def check_invariants(self) -> None:
         self.store.audit()
+        self.down_at_s = self.down_at_s if self.disk.up else self.now_s
         self.leased = [held for held in self.leased if held.deadline_s > self.now_s]
         owners: dict[int, Generation] = {}
         for held in self.leased:

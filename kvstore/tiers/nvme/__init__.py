@@ -1,6 +1,6 @@
 """Objects on NVMe: fast, bounded, and still there after a crash. docs/FORMAT.md shows what lies on a device."""
 
-from kvstore.tiers.nvme.base import Get, NewObject, Refusal
+from kvstore.tiers.nvme.base import Counts, Get, NewObject, Refusal
 from kvstore.tiers.nvme.device import Device, DeviceDown, DeviceRefused, FileDevice, aligned
 from kvstore.tiers.nvme.label import FORMAT_VERSION, Label, read_label
 from kvstore.tiers.nvme.mounting import Mounted, create_file, format_device, mount
@@ -11,6 +11,7 @@ from kvstore.tiers.nvme.tier import NvmeTier, Placed
 from kvstore.tiers.nvme.volume import PagesFailed, Volume
 
 __all__ = [
+    "Counts",
     "FORMAT_VERSION",
     "Device",
     "DeviceDown",

@@ -72,6 +72,7 @@ class NvmeStats(msgspec.Struct, frozen=True, kw_only=True):
     free_pages: int
     failed_pages: int
     writing_bytes: int
+    wear_left_bytes: int
     counts: Counts
 
 
@@ -257,6 +258,7 @@ class NvmeDevice:
             free_pages=self.free_pages,
             failed_pages=objects.space.failed_pages if objects is not None else 0,
             writing_bytes=objects.writing_bytes if objects is not None else 0,
+            wear_left_bytes=self._wear.left_bytes,
             counts=msgspec.structs.replace(self._counts),
         )
 

@@ -18,16 +18,22 @@ class WearBudget:
     @property
     def spent(self) -> bool:
         """Whether nothing may be written now."""
-        return bool(self._rate) and self._level + self._rate * (self._clock() - self._seen_s) <= 0
+        return bool(self._rate) and self._now() <= 0
+
+    @property
+    def left_bytes(self) -> int:
+        """What may be written now; -1: no bound."""
+        return max(0, int(self._now())) if self._rate else -1
+
+    def _now(self) -> float:
+        earned = self._rate * (self._clock() - self._seen_s)
+        return min(self._level + earned, self._rate * _BURST_S)
 
     def take(self, size_bytes: int) -> bool:
         """Whether this may be written now. What is larger than what is left is allowed, and owed."""
         if not self._rate:
             return True
-        now_s = self._clock()
-        earned = self._rate * (now_s - self._seen_s)
-        self._level = min(self._level + earned, self._rate * _BURST_S)
-        self._seen_s = now_s
+        self._level, self._seen_s = self._now(), self._clock()
         if self._level <= 0:
             return False
         self._level -= size_bytes
