@@ -39,17 +39,15 @@ async def _run(config: Config) -> None:
     stop = asyncio.Event()
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop)
-    async with assemble(config) as node:
-        print(node.banner, flush=True)  # noqa: T201  (what the user came for)
-        async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(work, name=name) for name, work in node.background.items()]
-            keep_collections_short()
-            starting = tasks.create_task(_be_ready(node))
-            await stop.wait()
-            starting.cancel()
-            node.ready(False)
-            for task in background:
-                task.cancel()
+    async with assemble(config) as node, asyncio.TaskGroup() as tasks:
+        background = [tasks.create_task(work, name=name) for name, work in node.background.items()]
+        keep_collections_short()
+        starting = tasks.create_task(_be_ready(node))
+        await stop.wait()
+        starting.cancel()
+        node.ready(False)
+        for task in background:
+            task.cancel()
     log.info("stopped")
 
 
@@ -58,6 +56,7 @@ async def _be_ready(node: Node) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(node.published(), PUBLISH_S_MAX)
     node.ready(True)
+    print(node.banner, flush=True)  # noqa: T201  (what the user came for)
 
 
 def _on_signal(number: signal.Signals, stop: asyncio.Event) -> None:
