@@ -1,6 +1,7 @@
 """The acts of the demo: each does one thing to real processes, and says what came of it."""
 
 import contextlib
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,9 @@ GENERATED_TOKENS = 64
 ENGINE_BLOCK_TOKENS = 128  # vLLM's block size on CPU
 CHUNK_TOKENS = 256
 WARM_UP = "This request is unrelated to the others; it only wakes the engine up."
-PUSH_S_MAX = 60.0
+PUSH_S_MAX, MEET_S_MAX = 60.0, 30.0
 AS_BETWEEN_HOSTS = ("--no-transfer-shm",)  # bytes go through Mooncake, although all are on one host
+DEVICE, DEVICE_SIZE = "nvme.img", "1GiB"
 
 Answers = dict[str, Answer]
 
@@ -34,6 +36,11 @@ class Stage:
     logs: Path
     exits: contextlib.ExitStack
     prompts: dict[str, str]
+
+    @property
+    def device(self) -> Path:
+        """The file that is the node's NVMe device."""
+        return self.logs / DEVICE
 
     def engine(self, name: str, store: str | None) -> Engine:
         """Starts an engine that ends with the demo at the latest."""
@@ -141,6 +148,48 @@ def stop_while_pushing(node: Node, prefill: Engine) -> int:
     raise DemoFailed("the second prefill engine was never seen pushing", prefill.log_path)
 
 
+def restarted(stage: Stage, node: Node, pair: Pair) -> tuple[Node, int, Answers]:
+    """Act 4: the node that came back, the objects on its NVMe, and what the proxy's client gets then."""
+    say(
+        "Act 4: the node is stopped and started again, its memory empty; decode has forgotten everything as well"
+    )
+    node.stop()
+    again = start_node(stage, name="kvstore-again", ports=node.ports)
+    on_disk = int(again.gauge("kvstore_objects", tier="nvme"))
+    say(f"  it is back with {committed(again)} objects in DRAM and {on_disk} on NVMe")
+    pair.decode.forget_local_prefixes()
+    meet(pair.decode, again)
+    answers = {}
+    for name, prompt in stage.prompts.items():
+        answers[name] = answer = pair.proxy.ask(prompt, GENERATED_TOKENS, pair.decode)
+        say(f"  {name}: decode: {told(answer)}")
+    return again, on_disk, answers
+
+
+def meet(engine: Engine, node: Node) -> None:
+    """Wakes the engine up until the node has heard of it, which an engine without requests need not notice."""
+    deadline = time.monotonic() + MEET_S_MAX
+    while not node.gauge("kvstore_tokens_total", outcome="queried"):
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"{engine.name} has not found the node again", engine.log_path)
+        engine.ask(WARM_UP, 1)
+
+
+def remove_device(logs: Path) -> None:
+    """What an earlier demo has left on NVMe goes."""
+    (logs / DEVICE).unlink(missing_ok=True)
+    shutil.rmtree(logs / f"{DEVICE}.catalog", ignore_errors=True)
+
+
+def start_node(stage: Stage, name: str, ports: tuple[int, int]) -> Node:
+    """A node whose NVMe tier is a file; ready."""
+    device = ("--nvme-path", str(stage.device), "--nvme-size-bytes", DEVICE_SIZE)
+    node = Node(*ports, stage.logs, name=name, flags=(*AS_BETWEEN_HOSTS, *device))
+    stage.exits.callback(node.stop)
+    node.wait_ready()
+    return node
+
+
 def forged(stage: Stage, node: Node, pair: Pair) -> Answer:
     """The negative control: the answer of decode when the store holds other KV under the same keys."""
     count = forge_all(node)
@@ -163,7 +212,12 @@ def ready(engine: Engine) -> None:
 
 def told(answer: Answer) -> str:
     """Where an answer's prompt tokens came from, and how soon."""
-    origin = f"{answer.pulled} tokens pulled, {answer.computed} computed"
+    tier = (
+        f" from {'NVMe' if answer.from_nvme == answer.pulled else 'DRAM and NVMe'}"
+        if answer.from_nvme
+        else ""
+    )
+    origin = f"{answer.pulled} tokens pulled{tier}, {answer.computed} computed"
     return f"{origin}, first token after {answer.first_token_s:.2f} s"
 
 

@@ -36,7 +36,8 @@ class Streamed(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one prompt. The token counts by source are vLLM's own counters' differences."""
+    """What came back for one prompt. The token counts by source are vLLM's own counters' differences; of those
+    pulled, `from_nvme` were promised when they were on NVMe."""
 
     text: str
     first_token_s: float
@@ -45,6 +46,7 @@ class Answer:
     pulled: int
     local: int
     hand_off: dict[str, Any] | None
+    from_nvme: int = 0
 
 
 class Engine:
@@ -142,7 +144,7 @@ class Engine:
 
     def counted(self, ask: Callable[[], Streamed]) -> Answer:
         """What `ask` gets, with this engine's own counts of where the prompt's tokens came from meanwhile."""
-        before = self.tokens_by_source()
+        before, on_disk = self.tokens_by_source(), self._hits_on_disk()
         answer = ask()
         after = self.tokens_by_source()
         return Answer(
@@ -153,6 +155,7 @@ class Engine:
             pulled=after["external_kv_transfer"] - before["external_kv_transfer"],
             local=after["local_cache_hit"] - before["local_cache_hit"],
             hand_off=answer.hand_off,
+            from_nvme=self._hits_on_disk() - on_disk,
         )
 
     def complete(
@@ -185,6 +188,9 @@ class Engine:
         name = "vllm:prompt_tokens_by_source_total"
         sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
         return {source: int(total(page, name, {"source": source})) for source in sources}
+
+    def _hits_on_disk(self) -> int:
+        return int(self.metric("vllm:prompt_tokens_cached_by_source_total", source="disk"))
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels."""

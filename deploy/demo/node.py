@@ -41,6 +41,7 @@ class Node:
         within: Sequence[str] = (),
     ) -> None:
         self.log_path = logs / f"{name}.log"
+        self.ports = (control_port, admin_port)
         self.control = f"{host}:{control_port}"
         self._log: TextIO = self.log_path.open("w")
         self._http = httpx.Client(base_url=f"http://{host}:{admin_port}", timeout=5.0)

@@ -4,6 +4,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+from deploy.demo.engine import Answer
+
 _BEGAN = time.monotonic()
 
 
@@ -14,47 +16,44 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt's results."""
+    """One prompt's results: what a client got, what came from which tier, and what it compares with."""
 
     prompt: str
-    prompt_tokens: int
-    pulled: int
-    recomputed: int
-    cold_s: float
-    pulled_s: float
-    local_s: float
-    identical: bool
+    cold: Answer
+    local: Answer
+    pulled: Answer
+
+    @property
+    def from_dram(self) -> int:
+        """Tokens pulled that were promised when they were in the node's memory."""
+        return self.pulled.pulled - self.pulled.from_nvme
+
+    @property
+    def recomputed(self) -> int:
+        """Tokens that were not pulled."""
+        return self.pulled.prompt_tokens - self.pulled.pulled
 
     @property
     def speed_up(self) -> float:
         """Time to first token, cold over pulled."""
-        return self.cold_s / self.pulled_s
+        return self.cold.first_token_s / self.pulled.first_token_s
+
+    @property
+    def identical(self) -> bool:
+        """Whether it says what the engine without a store says."""
+        return self.pulled.text == self.cold.text
 
 
 def table(rows: list[Row]) -> str:
     """The rows under their heads, aligned."""
-    heads = [
-        "prompt",
-        "tokens",
-        "pulled",
-        "recomputed",
-        "cold",
-        "pulled in",
-        "local hit",
-        "cold/pulled",
-        "output",
-    ]
+    heads = ["prompt", "tokens", "from DRAM", "from NVMe", "recomputed"]
+    heads += ["cold", "pulled in", "local hit", "cold/pulled", "output"]
     lines = [heads]
     for row in rows:
-        cells = [row.prompt, str(row.prompt_tokens), str(row.pulled), str(row.recomputed)]
-        cells += [
-            f"{row.cold_s:.2f} s",
-            f"{row.pulled_s:.2f} s",
-            f"{row.local_s:.2f} s",
-            f"{row.speed_up:.1f} x",
-        ]
-        cells.append("identical" if row.identical else "DIFFERS")
-        lines.append(cells)
+        tokens = (row.pulled.prompt_tokens, row.from_dram, row.pulled.from_nvme, row.recomputed)
+        times = [f"{answer.first_token_s:.2f} s" for answer in (row.cold, row.pulled, row.local)]
+        output = "identical" if row.identical else "DIFFERS"
+        lines.append([row.prompt, *map(str, tokens), *times, f"{row.speed_up:.1f} x", output])
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     text = [
         "  ".join(

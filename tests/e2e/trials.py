@@ -33,14 +33,12 @@ CHUNK_TOKENS = 256
 AT_ONCE, LONGEST_S = 4, 6.0  # clients, and how long the most patient of those waits that go by time
 GENERATED_MAX = 48  # for those that stay
 RACED_TOKENS = 700
+LAST_TOKENS = 8  # of an answer: they may all have come before a kill is through
 RECOMPUTED_MAX = 2 * BLOCK_TOKENS  # when an answer goes on elsewhere
 
 
 def pass_lengths(fleet: Fleet, proxy: Proxy, decode: Engine, lengths: Sequence[int]) -> None:
-    """Prompts of these lengths through prefill and decode: at most one engine block is computed again.
-
-    Mutants that were seen: the tail neither saved nor asked for; a hit that is taken for the whole prompt.
-    """
+    """Prompts of these lengths through prefill and decode: at most one engine block is computed again."""
     for length in lengths:
         prompt = fleet.prompts.cut(length)
         answer = proxy.ask(prompt, GENERATED_TOKENS, decode)
@@ -238,13 +236,14 @@ def hand_over(fleet: Fleet, proxy: Proxy, decode: Sequence[str], rng: random.Ran
     prompt = fleet.prompts.cut(rng.randrange(300, 700))
     alone = listen(fleet.engines[decode[0]].url, request_of(prompt, tokens, cache_salt=ALONE))
     assert len(alone.token_ids) == tokens
-    at, died = rng.randrange(1, tokens), ""
+    at, died = rng.randrange(1, tokens - LAST_TOKENS), ""
     before: dict[str, dict[str, int]] = {}
 
     def strike(come: int) -> None:
         nonlocal died
-        if come >= at and not died:
+        if not before:  # what prefill did is done
             before.update({name: fleet.engines[name].tokens_by_source() for name in decode})
+        if come >= at and not died:
             died = fleet.serving(proxy)
             fleet.engines[died].kill()
 
