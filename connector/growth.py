@@ -43,6 +43,13 @@ class Growth:
         """How many of the request's first tokens are what they are for good, each with its KV if it was computed."""
         return max(self._prompt_stop, int(self._chain.request.num_tokens) - 1)
 
+    @property
+    def next_stop(self) -> int:
+        """Where the next link will end."""
+        chunk, block = self._chain.chunk_tokens, self._chain.block_tokens
+        whole = _stop(self._whole) + chunk
+        return min(whole, _stop(self._piece) + block) if self._live else whole
+
     def grow(self, num_tokens: int) -> list[Link]:
         """The links that have become whole since the last call, now that the first `num_tokens` are final."""
         grown: list[Link] = []

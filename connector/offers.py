@@ -55,18 +55,25 @@ class Offers:
         left = limits.BATCH_KEYS_MAX
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             state = states.get(request_id)
-            if state is not None and state.links is not None and state.epoch == self._shared.epoch:
-                for item in self._completed(state, num_tokens, scheduler_output, left):
-                    left -= 1
-                    yield item
+            if state is None or state.links is None or state.epoch != self._shared.epoch:
+                continue
+            computed = state.request.num_computed_tokens + num_tokens
+            if computed < state.rests_until:
+                continue
+            for item in self._completed(state, computed, scheduler_output, left):
+                left -= 1
+                yield item
 
-    def _completed(self, state: RequestState, num_tokens: int, output: Any, items_max: int) -> Iterator[Item]:
-        """The links that `num_tokens` more tokens complete."""
-        stop = state.grow(state.request.num_computed_tokens + num_tokens)
+    def _completed(self, state: RequestState, computed: int, output: Any, items_max: int) -> Iterator[Item]:
+        """The links that are whole when so many tokens are computed."""
+        stop = state.grow(computed)
         link = state.next_link
         if link is not None and link.stop <= stop:
             (table,) = output.kv_connector_block_state.get_block_ids(state.request_id)
             yield from self._up_to(state, stop, table, items_max)
+            link = state.next_link
+        if link is None or link.stop > stop:
+            state.rest()
 
     def _up_to(self, state: RequestState, stop: int, table: Sequence[int], items_max: int) -> Iterator[Item]:
         """The links that end within the first `stop` tokens, as far as references can be taken."""
@@ -129,5 +136,5 @@ class Offers:
         computed = state.request.num_computed_tokens
         invalid = [(at, link.key) for at, link in enumerate(offered) if link.stop > computed]
         if invalid:
-            state.offered = invalid[0][0]
+            state.offered, state.rests_until = invalid[0][0], 0
         return {key for _, key in invalid}

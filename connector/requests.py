@@ -1,5 +1,6 @@
 """What the scheduler half remembers of a request, from its arrival to its end."""
 
+import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,7 @@ class RequestState:
         growth: the links behind its prompt; None where only prompts are saved.
         grown: those of them that have become whole, in order.
         offered: the links before this one (of `links`, then of `grown`) were offered to the store, or need not be.
+        rests_until: with fewer tokens computed no other link is whole; so most steps need not look.
         adapter: digest of its LoRA adapter, on its way.
     """
 
@@ -76,12 +78,13 @@ class RequestState:
     growth: Growth | None = None
     grown: list[Link] = field(default_factory=list)
     offered: int = 0
+    rests_until: float = 0
 
     def void(self, epoch: int) -> None:
         """Its KV is of different weights in part, from now on: it is never saved, and nothing is loaded for it."""
         self.ask, self.handoff, self.offered = Ask(), None, 0
         self.links, self.epoch, self.no_load = (), epoch, MissReason.MANIFEST_DIFFERS
-        self.growth, self.grown = None, []
+        self.growth, self.grown, self.rests_until = None, [], 0
 
     @property
     def next_link(self) -> Link | None:
@@ -99,6 +102,12 @@ class RequestState:
         final = min(num_tokens, self.growth.final_tokens)
         self.grown += self.growth.grow(final)
         return final
+
+    def rest(self) -> None:
+        """Everything that is whole was offered."""
+        link = self.next_link
+        ahead = math.inf if self.growth is None else self.growth.next_stop
+        self.rests_until = ahead if link is None else min(link.stop, ahead)
 
     @property
     def request_id(self) -> str:

@@ -123,7 +123,7 @@ class SchedulerHalf:
         self.asks.close(state.ask)
         state.handoff = state.foreign = None
         state.ask, state.offered = Ask(), 0  # also a new deadline for what comes now
-        state.growth, state.grown = None, []
+        state.growth, state.grown, state.rests_until = None, [], 0
         state.epoch = self.shared.epoch
         if state.adapter is not None and (state.adapter.exception() or state.adapter.result() is None):
             state.links = ()
