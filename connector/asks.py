@@ -47,7 +47,7 @@ class Asks:
         """At arrival: what may be stored of this request's prompt."""
         if state.links and state.handoff is None and state.ask.lookup is None:
             keys = [link.key for link in state.links]
-            state.ask.lookup = self._control.lookup(keys, prefetch=True)
+            state.ask.lookup = self._control.lookup(keys, prefetch=self._config.load_policy != "never")
 
     def match(self, state: RequestState, computed: int) -> Answer:
         """Tokens that a load can bring beyond the `computed` local ones. Never waits."""

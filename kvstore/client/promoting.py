@@ -1,9 +1,10 @@
 """Promotion: leased copies come from NVMe into DRAM, in the order of their chain.
 
-    promise    DRAM DRAM disk disk disk disk disk
-    Pages ->             here here here wait wait     what is here is told at once, the rest is asked for again
-    release    0    1    2    3                       by the caller, when it has read them: room for the next
-    Pages ->                            here wait
+    promise       DRAM DRAM disk disk disk disk disk
+    Pages      ->           here here disk disk disk    what is here is told at once, the rest is on its way
+    Pages, wait ->                    here              the first of the rest
+    release       0    1    2    3    4                 by the caller, when it has read them: room for the next
+    Pages      ->                          here disk
 
 So a chain larger than the node's DRAM streams through it.
 """
@@ -78,21 +79,24 @@ class Promotion:
         await asyncio.gather(*(self._of_lease(lease, *group) for lease, group in groups.items()))
 
     async def _of_lease(self, lease: LeaseId, address: NodeAddress, waiting: list[int]) -> None:
-        """Asks one node for the copies at these indices."""
+        """Asks one node for the copies at these indices: in turn where all of them are, which sets them on their way,
+        and for the first alone, until it has come."""
+        looks = False
         while waiting := [index for index in waiting if index < self._end]:
-            asked = batches(waiting, self._batch_bytes)[0]
-            wait_s = min(WAIT_S, self._until - self._clock())
-            if wait_s <= 0:
+            looks = not looks
+            left_s = self._until - self._clock()
+            if left_s <= 0:
                 self._lose(waiting[0], MissReason.PROMOTE_DEADLINE)
                 return
-            answered_at = self._clock() + PAUSE_S
-            answers = await self._ask(lease, address, asked, wait_s)
+            asked = batches(waiting, self._batch_bytes)[0] if looks else waiting[:1]
+            early = self._clock() + PAUSE_S
+            answers = await self._ask(lease, address, asked, 0.0 if looks else min(WAIT_S, left_s))
             if answers is None:
                 return
             here = self._settled(asked, answers)
             waiting = [index for index in waiting if index not in here]
-            if not here and (early_s := answered_at - self._clock()) > 0:
-                await asyncio.sleep(min(early_s, wait_s))
+            if not looks and not here and (early_s := early - self._clock()) > 0:
+                await asyncio.sleep(min(early_s, left_s))
 
     async def _ask(
         self, lease: LeaseId, address: NodeAddress, asked: Sequence[int], wait_s: float
