@@ -49,14 +49,14 @@ class HostCopies:
     def gather(self, blocks: Sequence[int], out: memoryview, after: Fence) -> None:
         """See `Copies`."""
         for slab, tiles in self._views(len(blocks), out):
-            for place, block in _kernel_blocks(blocks, self._split):
-                tiles[:, :, place] = slab[:, block]
+            for place, block, count in _stretches(blocks, self._split):
+                tiles[:, :, place : place + count] = slab[:, block : block + count].swapaxes(1, 2)
 
     def scatter(self, data: memoryview, blocks: Sequence[int | None], after: Fence) -> None:
         """See `Copies`."""
         for slab, tiles in self._views(len(blocks), data):
-            for place, block in _kernel_blocks(blocks, self._split):
-                slab[:, block] = tiles[:, :, place]
+            for place, block, count in _stretches(blocks, self._split):
+                slab[:, block : block + count] = tiles[:, :, place : place + count].swapaxes(1, 2)
 
     def _views(self, num_blocks: int, data: memoryview) -> Iterator[tuple[_Bytes, _Bytes]]:
         """Each slab beside its part of the object, `[layer][head][kernel block][row][bytes]`."""
@@ -135,6 +135,20 @@ class DeviceCopies:
             done = torch.cuda.Event()
             done.record(self._stream)
         done.synchronize()
+
+
+def _stretches(blocks: Sequence[int | None], split: int) -> Iterator[tuple[int, int, int]]:
+    """(place, kernel block, how many) of the same, neighbours in one: one call of numpy moves them all."""
+    stretch: tuple[int, int, int] | None = None
+    for place, block in _kernel_blocks(blocks, split):
+        if stretch and (place, block) == (stretch[0] + stretch[2], stretch[1] + stretch[2]):
+            stretch = (stretch[0], stretch[1], stretch[2] + 1)
+        else:
+            if stretch:
+                yield stretch
+            stretch = (place, block, 1)
+    if stretch:
+        yield stretch
 
 
 def _kernel_blocks(blocks: Sequence[int | None], split: int) -> Iterator[tuple[int, int]]:

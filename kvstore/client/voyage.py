@@ -92,6 +92,7 @@ class Voyage:
         self._end = time.monotonic() + deadline_s
         self._submit = transfer.submit_read if reading else transfer.submit_write
         self._add_late = add_late
+        self._under_way_bytes = 0
         self._down = ""
         try:
             self._segment = transfer.reach(node.segments)
@@ -106,13 +107,15 @@ class Voyage:
         flights: deque[Flight[R]] = deque()
         try:
             while waiting or flights:
-                while waiting and self._fits(waiting[0][1], flights):
+                while waiting and self._fits(waiting[0][1]):
                     flight = self._begin(*waiting[0], wait=not flights)
                     if flight is None:
                         break
                     flights.append(flight)
                     waiting.popleft()
+                    self._under_way_bytes += flight.job.part.size_bytes
                 flight = flights.popleft()
+                self._under_way_bytes -= flight.job.part.size_bytes
                 yield flight.index, self._finish(flight)
         finally:
             for flight in flights:
@@ -121,9 +124,9 @@ class Voyage:
     def _left_s(self) -> float:
         return max(0.0, self._end - time.monotonic())
 
-    def _fits(self, job: Job[R], flights: deque[Flight[R]]) -> bool:
-        under_way = sum(flight.job.part.size_bytes for flight in flights)
-        return not flights or under_way + job.part.size_bytes <= limits.TRANSFER_BATCH_BYTES_MAX
+    def _fits(self, job: Job[R]) -> bool:
+        together = self._under_way_bytes + job.part.size_bytes
+        return not self._under_way_bytes or together <= limits.TRANSFER_BATCH_BYTES_MAX
 
     def _begin(self, index: int, job: Job[R], wait: bool) -> Flight[R] | None:
         """The job under way, or with its result if it cannot be; None if it must wait for a slot."""

@@ -5,7 +5,7 @@ be damaged together. It guards against accidents (bit flips, reused pages, cut t
 an adversary who may write to the arena.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from xxhash import xxh3_64_digest
 
@@ -18,6 +18,8 @@ def checksums(data: memoryview, runs: Iterable[Run]) -> bytes:
     return b"".join(xxh3_64_digest(data[offset : offset + size]) for _, offset, size in runs)
 
 
-def select(table: bytes, runs: Iterable[Run]) -> bytes:
-    """The entries of an object's table that belong to these runs."""
+def select(table: bytes, runs: Sequence[Run]) -> bytes:
+    """The entries of an object's table that belong to these runs, each named once and in order."""
+    if len(table) == CHECKSUM_BYTES * len(runs):
+        return table
     return b"".join(table[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES] for index, _, _ in runs)

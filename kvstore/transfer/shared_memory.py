@@ -209,13 +209,18 @@ class SharedMemoryTransfer:
     def _peer(self, segment: str, writing: bool) -> _Peer:
         """The arena behind a segment; it is being asked for if it is not here."""
         peer = self._peers.get((segment, writing))
-        if peer is not None and peer.arena is not None and has_ended(peer.arena.connection):
+        if peer is not None and self._is_gone(peer):
             self._forget(peer)
             peer = None
         if peer is None:
             peer = self._peers[segment, writing] = _Peer(segment, writing)
             threading.Thread(target=self._attend, args=(peer,), name="shm-arena", daemon=True).start()
         return peer
+
+    def _is_gone(self, peer: _Peer) -> bool:
+        """Whether its node has ended and its thread does not know yet. While copies are under way nobody is asked."""
+        idle = not (peer.busy or self._reads or self._writes)
+        return idle and peer.arena is not None and has_ended(peer.arena.connection)
 
     def _forget(self, peer: _Peer) -> None:
         """Nothing moves there any more, but for the pieces under way."""
