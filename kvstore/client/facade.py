@@ -221,7 +221,7 @@ class KVStore:
                 for address, copies in _residents(came):
                     self._pull(promise.namespace, address, copies, arrays, out, _left_s(promise.expires_at))
         finally:
-            self._loop.run(self._client.release(promise))
+            self._loop.submit(self._client.release(promise))  # nobody waits for its answer
         return arrays
 
     def _as_they_come(self, promise: Promise) -> Iterator[dict[int, Copy]]:
