@@ -24,8 +24,9 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         memory = Memory(ARENA_BYTES, folder / "arena")
-        arguments = [sys.executable, "-m", "tests.transfer.peer", str(folder / "arena"), str(ARENA_BYTES)]
-        self.process = Process(arguments, folder / "peer.log")
+        peer = [sys.executable, "-m", "tests.transfer.peer"]
+        arguments = [str(folder / "arena"), str(ARENA_BYTES), "127.0.0.1", "tcp", ""]
+        self.process = Process([*peer, *arguments], folder / "peer.log")
         self.transfer = MooncakeTransfer("127.0.0.1", progress_timeout_s=1)
         self.staging = Staging(self.transfer, 32 << 20)
         self.mover = Mover(self.transfer, self.staging)
