@@ -208,21 +208,20 @@ class KVStore:
         while (left := keys[len(arrays) :]) and (left_s := end - time.monotonic()) > 0:
             promise = self._loop.run(self._client.acquire(namespace, left, left_s + MARGIN_S))
             targets = None if out is None else out[len(arrays) :]
-            try:
-                arrays += (some := self._got(promise, targets))
-            finally:
-                released = self._loop.submit(self._client.release(promise))
+            arrays += (some := self._got(promise, targets))
             if promise.reason is not MissReason.LEASE_LIMIT or not some or any(one is None for one in some):
-                break  # and nobody waits for the answer
-            released.result()  # there is more than one client may lease at a time
+                break  # else there is more than one client may lease at a time
         return arrays + [None] * (len(keys) - len(arrays))
 
     def _got(self, promise: Promise, out: Sequence[Array] | None) -> list[Array | None]:
-        """The objects of a promise."""
+        """The objects of a promise, which is given back."""
         arrays: list[Array | None] = [None] * len(promise)
-        for came in self._as_they_come(promise):
-            for address, copies in _residents(came):
-                self._pull(promise.namespace, address, copies, arrays, out, _left_s(promise.expires_at))
+        try:
+            for came in self._as_they_come(promise):
+                for address, copies in _residents(came):
+                    self._pull(promise.namespace, address, copies, arrays, out, _left_s(promise.expires_at))
+        finally:
+            self._loop.run(self._client.release(promise))
         return arrays
 
     def _as_they_come(self, promise: Promise) -> Iterator[dict[int, Copy]]:
