@@ -80,6 +80,7 @@ NVME_WATCH_S = 0.25  # between two looks at how long running I/O takes
 NVME_IO_BYTES = MIB
 NVME_WRITING_BYTES_MAX = 512 * MIB  # of objects being written to one device
 NVME_COMMIT_RECORDS_MAX = 1_024  # in one group commit
+SCRUB_PAUSE_S = 3_600.0  # between two passes of a node over a device
 CATALOG_MAP_BYTES_MIN = 64 * MIB
 NVME_LOW_WATER_SHARE = 0.02  # of the pages of all devices, kept free in the background
 SPILLING_SHARE_MAX = 0.10  # of the arena: being written to NVMe at once

@@ -31,6 +31,7 @@ from kvstore.node.manifests import Manifests
 from kvstore.node.metered import MeteredStore
 from kvstore.node.ports import claimable
 from kvstore.node.quiet import MOONCAKE_NOISE, without_noise
+from kvstore.node.scrubbing import keep_scrubbing
 from kvstore.node.sections import Config
 from kvstore.node.settings import join_address, split_address, without_password
 from kvstore.node.sharing import share_arena
@@ -117,6 +118,8 @@ class _Assembly:
             "publisher": self._publisher.run(),
             "manifests": manifests.run(),
         }
+        if rate := self._config.tiers.scrub_bytes_per_s:
+            background["scrub"] = keep_scrubbing(self._nvme, rate, self._store.damaged)
         return Node(self._banner(admin_address), background, self._admin.ready, self._publisher.first_pass)
 
     async def _start_redis(self) -> EmbeddedRedis | None:

@@ -144,6 +144,12 @@ class TiersSection:
         limits.FLUSH_S_DEFAULT,
         "How long a node that is told to stop may write what is only in DRAM to NVMe, the hottest first.",
     )
+    scrub_bytes_per_s: int = setting(
+        SIZE,
+        0,
+        "What each device is read with, behind all other work, to verify all objects on it again and again.",
+        default_text="not while the node serves; see `kvstore scrub`",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

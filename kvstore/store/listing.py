@@ -17,7 +17,7 @@ from kvstore.store.objects import Object, OnDevice
 from kvstore.store.recent import Recent
 from kvstore.store.snapshot import Totals
 from kvstore.store.watches import Watches
-from kvstore.tiers import NewObject
+from kvstore.tiers import NewObject, Record
 from kvstore.wire import Resident
 
 
@@ -159,6 +159,17 @@ class Listing:
         if bad.listed:
             self._unlist(bad)
             self._gone(bad, MissReason.BAD_COPY)
+
+    def damaged(self, record: Record) -> None:
+        """The copy on NVMe does not verify, and nobody had asked for it. Who leases or moves it finds out."""
+        owner = self.objects.get(record.key)
+        if owner is None or owner.nvme is None or owner.nvme.record is not record or owner.pinned:
+            return
+        if owner.dram is None:
+            self.spoil_on_disk(owner)
+            return
+        self.totals.bad_copies += 1
+        self.nvme.remove(owner)
 
     def tier_of(self, key: Key) -> Tier | None:
         """Where a key may be had, None when it may not."""

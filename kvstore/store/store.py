@@ -286,6 +286,10 @@ class Store:
         """These were on a device when it was mounted. They may be had, those of unknown namespaces later."""
         self._adopting.adopt(disk, records)
 
+    def damaged(self, record: Record) -> None:
+        """A copy on a device was found to be bad: it goes. One that is leased or on its way goes when it is read."""
+        self._listing.damaged(record)
+
     # --- administration -----------------------------------------------------------------------------
 
     def report(self, client: ClientId, request: Report) -> None:
