@@ -1,4 +1,5 @@
-"""What runs in the machine: the NVMe tier on `/dev/nvmeXn1` over TCP, before, during and after a cut of the link.
+"""What runs in the machine: the NVMe tier on `/dev/nvmeXn1` over TCP, alone and in a node, before, during and after
+a cut of the link.
 
 Each step ends with counters that show that it happened.
 """
@@ -21,6 +22,7 @@ from kvstore.cli import main as kvstore
 from kvstore.core import Key, KVStoreError, Manifest
 from kvstore.tiers import DeviceDown, NewObject, NvmeConfig, NvmeDevice, NvmeTier, Placed, Refusal, aligned
 from kvstore.wire import Generation
+from tests.nvmeof import node
 from tests.nvmeof.network import NQN, THERE, Link, load, run, serve
 from tests.support import wait_until, wait_until_async
 
@@ -294,6 +296,7 @@ def main() -> None:
     asyncio.run(spill(path))
     asyncio.run(story(path, link))
     assert kvstore(["scrub", path, "--catalog-folder", str(CATALOGS)]) == 0
+    node.story(path, NODE, CATALOGS, link, say)
     run(DETACH, NQN)
     say("passed")
 
