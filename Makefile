@@ -27,7 +27,7 @@ soak: setup ## The fault tests in long rounds, an hour, the last ones as root; C
 test-matrix: setup ## Real vLLM engines of different TP and PP feed each other; half an hour
 	$(PY) -m tests.matrix.run
 
-test-nvmeof: setup ## NVMe tier on a real NVMe/TCP device in a virtual machine, its link cut; two minutes
+test-nvmeof: setup ## NVMe tier on a real NVMe/TCP device in a virtual machine, its link cut; three minutes
 	$(PY) -m tests.nvmeof
 
 demo: setup ## Real vLLM prefill pushes and is killed; fresh engines behind `kvstore proxy` pull and go on
