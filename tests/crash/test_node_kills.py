@@ -131,7 +131,7 @@ def kill_again_and_again(tmp_path: Path, cycles: int, rest_s: float) -> None:
 
 
 def test_what_a_node_reported_is_there_after_every_kill(tmp_path) -> None:
-    """Mutants: the tier is said to be nvme when the spill begins; a restart forgets what it found; an object is listed whose device was not asked."""
+    """Mutants: the tier is said to be nvme when the spill begins; a restart forgets what it found."""
     kill_again_and_again(tmp_path, CYCLES, 0.0)
 
 

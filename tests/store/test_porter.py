@@ -1,0 +1,223 @@
+"""The porter with real devices' code on a device that fails: what a node does while its NVMe is in trouble.
+
+Mutants that must fail here: pages of a promotion that was given up are free at once; a device that is down is asked
+all the same; the deadline of a promotion is not kept; a bad copy is handed out.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.core import MissReason, checksums
+from kvstore.policy import PrefixLru
+from kvstore.store import Porter, SpillMode, Store, Tiering
+from kvstore.tiers import Arena, FileDevice, NvmeConfig, NvmeDevice, NvmeTier, create_file, format_device
+from kvstore.wire import Acquire, CommitItem, Granted, Miss, OnDisk, Pages, Release, Resident
+from tests.store.world import ANN, BOB, CHUNK_BYTES, MANIFEST, NAMESPACE, PAGE_BYTES, items, key_of, lease_of
+from tests.support import wait_until_async
+from tests.tiers.nvme.faults import Faulty
+
+DEADLINE_S = 0.3
+
+
+class House:
+    """A store with an arena, a porter, and one device on a real file, which may fail."""
+
+    def __init__(self, folder: Path, pages: int) -> None:
+        path = str(folder / "device")
+        if not Path(path).exists():
+            create_file(path, 2 << 20)
+            device = FileDevice.open(path)
+            format_device(device, "n", PAGE_BYTES)
+            device.close()
+        self.opened: list[Faulty] = []
+        self.broken = False
+        config = NvmeConfig(
+            path=path, node="n", catalogs=folder / "catalogs", deadline_s=20.0, watch_s=0.01, probe_s=0.02
+        )
+        self.device = NvmeDevice(config, open_device=self.open, on_found=self._found)
+        tier = NvmeTier([self.device])
+        self.tier = tier
+        self.arena = Arena.create(pages * PAGE_BYTES, PAGE_BYTES, huge_pages=False, lock=False)
+        tiering = Tiering(tier, SpillMode.EAGER)
+        self.store = Store(self.arena.page_count, PAGE_BYTES, PrefixLru(), time.monotonic, tiering=tiering)
+        self.porter = Porter(self.store, self.arena, tier, DEADLINE_S)
+
+    def _found(self, device: NvmeDevice) -> None:
+        self.porter.found(device)
+
+    def open(self, path: str) -> Faulty:
+        self.opened.append(Faulty(FileDevice.open(path)))
+        if self.broken:
+            self.opened[-1].down()
+        return self.opened[-1]
+
+    def break_down(self) -> None:
+        """The device fails, however often it is opened anew."""
+        self.broken = True
+        self.faults.down()
+
+    def mend(self) -> None:
+        self.broken = False
+        self.faults.heal()
+
+    @property
+    def faults(self) -> Faulty:
+        return self.opened[-1]
+
+    async def start(self) -> None:
+        await self.tier.start()
+        await self.porter.settled()
+        self.store.open_namespace(NAMESPACE, MANIFEST.encode())
+
+    async def stop(self) -> None:
+        self.mend()
+        await self.porter.flush(5.0)
+        await self.tier.stop()
+        await self.porter.settled()
+        self.store.audit()
+        self.arena.close()
+
+    def put(self, name: str, seed: int) -> bytes:
+        (grant,) = self.store.reserve(ANN, NAMESPACE, items(name), 30.0)
+        assert isinstance(grant, Granted), grant
+        content = bytes((seed + at) % 251 for at in range(CHUNK_BYTES))
+        left = memoryview(content)
+        for start, count in grant.extents:
+            part, left = left[: count * PAGE_BYTES], left[count * PAGE_BYTES :]
+            self.arena.view(start * PAGE_BYTES, len(part))[:] = part
+        table = checksums(memoryview(content), MANIFEST.geometry.runs(CHUNK_BYTES))
+        self.store.commit(ANN, NAMESPACE, [CommitItem(key_of(name), grant.generation, table)])
+        return content
+
+    def acquire(self, name: str) -> object:
+        return self.store.acquire(BOB, Acquire(NAMESPACE, (key_of(name),), lease_of(name), 30.0))[0]
+
+    def pages(self, name: str, since_s: float | None = None) -> object:
+        return self.store.pages(BOB, Pages(lease_of(name), (key_of(name),)), since_s)[0]
+
+    def read(self, resident: Resident) -> bytes:
+        parts = [bytes(self.arena.view(at * PAGE_BYTES, n * PAGE_BYTES)) for at, n in resident.extents]
+        return b"".join(parts)[: resident.size_bytes]
+
+    async def fill(self, names: str) -> dict[str, bytes]:
+        """Stores objects one after the other; those that DRAM has no room for are on NVMe."""
+        contents = {}
+        for seed, name in enumerate(names):
+            contents[name] = self.put(name, seed)
+            await self.porter.settled()
+        return contents
+
+    def on_disk(self) -> list[str]:
+        views, _ = self.store.objects(1000)
+        return [bytes.fromhex(view.key).decode().rstrip(".") for view in views if set(view.tiers) == {"nvme"}]
+
+
+def overwrite(path: str, offset: int) -> None:
+    """A page of zeros, past the node."""
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(offset)
+        file.write(bytes(PAGE_BYTES))
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    made = House(tmp_path, pages=12)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def test_what_comes_back_is_what_was_stored(house: House) -> None:
+    contents = await house.fill("abcdefgh")
+    names = house.on_disk()
+    assert len(names) >= 4
+    for name in names:
+        assert isinstance(house.acquire(name), OnDisk)
+        house.pages(name)
+        await house.porter.settled()
+        resident = house.pages(name)
+        assert isinstance(resident, Resident)
+        assert house.read(resident) == contents[name]
+        house.store.release(BOB, Release(lease_of(name)))
+    house.store.audit()
+
+
+async def test_a_device_that_fails_costs_its_objects_until_it_is_back(house: House) -> None:
+    contents = await house.fill("abcdefgh")
+    name = house.on_disk()[0]
+    house.acquire(name)
+    failing = house.faults
+    house.break_down()
+    asked_s = time.monotonic()
+    house.pages(name)
+    await wait_until_async(lambda: house.pages(name, asked_s) == Miss(MissReason.DEVICE_DOWN))
+    assert failing.hits
+    in_dram = next(name for name in contents if name not in house.on_disk())
+    assert isinstance(house.acquire(in_dram), Resident), "DRAM goes on"
+    for fresh in "xyz":
+        house.store.tick()
+        house.put(fresh, 7)
+    await house.porter.settled()
+    house.mend()
+    await wait_until_async(lambda: house.device.up)
+    house.pages(name)
+    await wait_until_async(lambda: isinstance(house.pages(name), Resident))
+    resident = house.pages(name)
+    assert isinstance(resident, Resident)
+    assert house.read(resident) == contents[name]
+
+
+async def test_a_read_that_hangs_is_a_miss_at_its_deadline_and_keeps_its_pages_until_it_ends(
+    house: House,
+) -> None:
+    await house.fill("abcdefgh")
+    name = house.on_disk()[0]
+    house.acquire(name)
+    house.faults.gate.clear()
+    began_s = time.monotonic()
+    house.pages(name)
+    await wait_until_async(lambda: house.pages(name, began_s) == Miss(MissReason.PROMOTE_DEADLINE))
+    assert time.monotonic() - began_s < DEADLINE_S + 5.0
+    assert house.faults.hanging
+    assert house.store._listing.dram.landing_pages > 0
+    house.store.audit()
+    house.faults.heal()
+    await house.porter.settled()
+    assert house.store._listing.dram.landing_pages == 0
+    house.pages(name)
+    await wait_until_async(lambda: isinstance(house.pages(name), Resident))
+
+
+async def test_a_copy_that_was_damaged_is_a_miss_and_goes(house: House) -> None:
+    await house.fill("abcdefgh")
+    name = house.on_disk()[0]
+    record = house.device.records[key_of(name)]
+    label = house.device._objects.volume.label  # type: ignore[union-attr]
+    offset = label.data_offset + record.extents[0].start_page * PAGE_BYTES
+    overwrite(house.device.config.path, offset)
+    asked_s = time.monotonic()
+    house.acquire(name)
+    house.pages(name)
+    await wait_until_async(lambda: house.pages(name, asked_s) == Miss(MissReason.BAD_COPY))
+    assert house.store.snapshot().totals.bad_copies == 1
+    assert house.store.tier_of(key_of(name)) is None
+    assert key_of(name) not in house.device.records
+
+
+async def test_what_is_only_in_dram_is_flushed_at_the_end_and_found_at_the_start(tmp_path: Path) -> None:
+    first = House(tmp_path, pages=60)
+    first.store.moving._mode = SpillMode.EVICT
+    await first.start()
+    contents = {name: first.put(name, seed) for seed, name in enumerate("abcdef")}
+    await asyncio.sleep(0)
+    assert not first.device.records
+    await first.stop()
+    second = House(tmp_path, pages=60)
+    await second.start()
+    assert sorted(second.on_disk()) == sorted(contents)
+    assert second.store.snapshot().totals.found == 6
+    await second.stop()
