@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-matrix test-nvmeof soak demo bench clean
+.PHONY: help setup check test test-matrix test-hybrid test-nvmeof soak demo bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,11 @@ soak: setup ## The fault tests in long rounds, an hour, the last ones as root; C
 
 test-matrix: setup ## Real vLLM engines of different TP and PP feed each other; half an hour
 	$(PY) -m tests.matrix.run
+
+test-hybrid: setup ## Real vLLM with tiny models of several kinds of KV: windows, local attention, states; a quarter of an hour
+	$(PY) -m tests.hybrid.stage
+
+test-nvmeof: setup ## NVMe tier on a real NVMe/TCP device in a virtual machine, its link cut; two minutes
 
 test-nvmeof: setup ## NVMe tier on a real NVMe/TCP device in a virtual machine, its link cut; three minutes
 	$(PY) -m tests.nvmeof

@@ -100,8 +100,7 @@ class Asks:
             if ask.acquires == ACQUIRES_MAX:
                 self.refuse(state, MissReason.LEASE_LIMIT)
                 return
-            ask.first = bisect_right(wanted, computed, key=lambda link: link.stop)
-            self._acquire(state, wanted[ask.first :])
+            self._acquire(state, self._beyond(wanted, computed))
         assert ask.acquire is not None
         if ask.acquire.done():
             self._acquired(state, computed)
@@ -141,10 +140,14 @@ class Asks:
         gain = links[: found.num_keys]
         return links if gain and gain[-1].stop > computed else gain  # a node may know better than the index
 
+    def _beyond(self, wanted: Sequence[Link], computed: int) -> Sequence[Link]:
+        """What of these links, the first of the prompt, a load must bring."""
+        return wanted[bisect_right(wanted, computed, key=lambda link: link.stop) :]
+
     def _worth(self, state: RequestState, links: Sequence[Link], computed: int) -> bool:
         """Whether these links bring enough beyond the local hit; if not, that is the answer."""
         least = 1 if state.handoff is not None else max(1, self._config.min_tokens)
-        gain = links[-1].stop - computed if links else 0
+        gain = max(link.stop for link in links) - computed if links else 0
         if gain >= least:
             return True
         all_of_it = state.links[-1].stop - computed if state.links else 0
@@ -157,6 +160,7 @@ class Asks:
     def _acquire(self, state: RequestState, wanted: Sequence[Link]) -> None:
         ask, handoff = state.ask, state.handoff
         ask.acquires += 1
+        ask.wanted = tuple(wanted)
         ask.asked_s = self._clock()
         ask.wait_until_s = None  # a question of its own, with a deadline of its own
         ask.acquire = self._control.acquire(
@@ -175,19 +179,25 @@ class Asks:
             return
         promise = future.result()
         self._learn(state, promise)
-        promise = self._sooner(state, self._within_reach(promise), computed)
+        promise = self._within_reach(promise)
+        if not self._suffices(ask, promise):
+            return
+        promise = self._sooner(state, promise, computed)
         ask.lease = self._leases.take(promise, ask.asked_s)
         ask.reason = promise.reason or ask.reason
         if not self._worth(state, self._promised(state), computed):
             self._leases.release(ask.lease)
             ask.lease = None
 
+    def _suffices(self, ask: Ask, promise: Promise) -> bool:
+        """Whether what is promised is of use; if not, it is given back here."""
+        return True
+
     def _sooner(self, state: RequestState, promise: Promise, computed: int) -> Promise:
         """What of a promise is loaded sooner than it is computed; or what is loaded to measure."""
-        links = (state.links or ())[state.ask.first :]
         offers = [
             Offer(link.stop - max(link.start, computed), one.size_bytes, one.node.node, one.tier, one.eta_s)
-            for link, one in zip(links, promise.objects, strict=False)
+            for link, one in zip(state.ask.wanted, promise.objects, strict=False)
         ]
         if not offers:
             return promise
@@ -212,19 +222,18 @@ class Asks:
 
     def _learn(self, state: RequestState, promise: Promise) -> None:
         """A promised key is stored; the first that was not promised, and what follows it, is pushed again."""
-        asked = (state.links or ())[state.ask.first :]
+        asked = state.ask.wanted
         for link, promised in zip(asked, promise.objects, strict=False):
             assert link.key == promised.key, "a promise is in the order of its keys"
             self._known.add(link.key, promised.node.node.hex())
         self._known.forget(link.key for link in asked[len(promise.objects) :])
 
     def _promised(self, state: RequestState) -> Sequence[Link]:
-        lease, first = state.ask.lease, state.ask.first
-        assert lease is not None
-        return (state.links or ())[first : first + len(lease.promise.objects)]
+        assert state.ask.lease is not None
+        return state.ask.wanted[: len(state.ask.lease.promise.objects)]
 
     def _promised_stop(self, state: RequestState) -> int:
-        return self._promised(state)[-1].stop
+        return max(link.stop for link in self._promised(state))
 
     def _holds(self, state: RequestState, computed: int) -> bool:
         """Whether the promise still is one, and still fits behind the local hit."""

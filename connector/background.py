@@ -108,6 +108,13 @@ class Background:
             self._tell(self._client.prefetch(namespace, keys[: found.num_keys]))
         return Found(found.num_keys, found.reason)
 
+    def present(self, keys: Sequence[Key]) -> "Future[Sequence[bool] | None]":
+        """See `Control.present`."""
+        return self._loop.submit(self._present(self._opened, keys))
+
+    async def _present(self, namespace: Namespace, keys: Sequence[Key]) -> Sequence[bool] | None:
+        return await self._client.present(namespace, keys)
+
     def acquire(
         self, keys: Sequence[Key], duration_s: float, wait_s: float, nodes: Sequence[str]
     ) -> "Future[Promise]":

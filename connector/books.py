@@ -142,15 +142,20 @@ class Ended:
     """What the next step's hooks report."""
 
     requests: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
     invalid: set[int] = field(default_factory=set)
     reports: Reports = field(default_factory=Reports)
     lines: list[str] = field(default_factory=list)
 
     def load(self, load: Load, now: float) -> None:
-        """A load is over: its request, and every block from the first object on that is not valid."""
+        """A load is over: its request, and every block from the first object on that is not valid; if it is of no use
+        in part, that the request has none of it."""
         lost = load.objects[load.valid :]
         self.requests.add(load.job.request)
-        self.invalid.update(block for wanted in lost for block in wanted.blocks if block is not None)
+        if not load.job.all_or_nothing:
+            self.invalid.update(block for wanted in lost for block in wanted.blocks if block is not None)
+        elif lost or not load.objects:
+            self.failed.add(load.job.request)
         self.reports.loads[load.job.job] = [load.report(now)]
 
 

@@ -29,9 +29,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -62,6 +65,8 @@ __all__ = [
     "model_facts",
     "pool_has_cached",
     "pool_is_unused",
+    "reach_of",
+    "state_name",
     "tensor_data",
     "total_kv_heads",
     "unsupported_engine",
@@ -118,13 +123,58 @@ def unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> str | None:
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (_sleeps(vllm_config), "sleep mode with a vLLM older than 0.33"),
         (_has_draft_kv(vllm_config.speculative_config), "a draft model with a KV cache of its own"),
-        (len(groups) != 1, f"a model with {len(groups)} KV cache groups (hybrid attention or Mamba)"),
     )
     for refused, what in refusals:
         if refused:
             return f"{what} is not supported yet"
-    reasons = (unsupported_spec(spec) for spec in layer_specs(groups[0]).values())
-    return next((reason for reason in reasons if reason), None)
+    reasons = (unsupported_spec(spec) for group in groups for spec in layer_specs(group).values())
+    return next((reason for reason in reasons if reason), None) or _unsupported_mix(vllm_config, groups)
+
+
+def _unsupported_mix(vllm_config: Any, groups: Any) -> str | None:
+    """Why these groups, each of which is understood, are not understood together."""
+    specs = [spec for group in groups for spec in layer_specs(group).values()]
+    parallel = vllm_config.parallel_config
+    state = any(isinstance(spec, MambaSpec) for spec in specs)
+    mixed = any(len({reach_of(spec) for spec in layer_specs(group).values()}) > 1 for group in groups)
+    refusals = (
+        (all(reach_of(spec)[0] != "full" for spec in specs), "a model without attention over all tokens"),
+        (mixed, "a KV cache group of layers that look back differently far"),
+        (any(group.is_eagle_group for group in groups), "a KV cache group of draft layers"),
+        (
+            not all(group.enable_kv_transfer for group in groups),
+            "a KV cache group that vLLM does not transfer",
+        ),
+        (len(groups) > 1 and any(map(is_mla, specs)), "MLA beside other KV"),
+        (len({spec.block_size for spec in specs}) > 1, "a model whose KV cache groups differ in block size"),
+        (
+            len(groups) > 1 and parallel.pipeline_parallel_size > 1,
+            "pipeline parallelism of a model with several KV cache groups",
+        ),
+        (state and vllm_config.speculative_config is not None, "speculative decoding with a recurrent state"),
+    )
+    return next((f"{what} is not supported yet" for refused, what in refusals if refused), None)
+
+
+def reach_of(spec: Any) -> tuple[str, int]:
+    """How far back a layer looks, and tokens of its window or chunk; see `connector.kinds`."""
+    if isinstance(spec, SlidingWindowSpec):
+        return "window", spec.sliding_window
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return "chunked", spec.attention_chunk_size
+    return ("state" if isinstance(spec, MambaSpec) else "full"), 0
+
+
+def state_name(spec: Any) -> str:
+    """What is in a recurrent state: the kind of layer, dtypes and shapes on a rank, and the order of axes."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: PLC0415 - if needed
+
+    parts = " ".join(
+        f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+        for dtype, shape in zip(spec.dtypes, spec.shapes, strict=True)
+    )
+    order = "dim first" if is_conv_state_dim_first() else "dim last"
+    return f"{spec.mamba_type.name.lower()} {parts} {order}".replace(", ", ",")
 
 
 def _has_draft_kv(speculative: Any) -> bool:
@@ -234,16 +284,40 @@ def _weights_folder(model: str, revision: str | None, download_dir: str | None) 
 
 
 def unsupported_spec(spec: Any) -> str | None:
-    """Only attention over all tokens, one state per token, no padding: exact types, so that none slips through."""
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        return f"a KV cache of kind {type(spec).__name__} is not supported yet"
-    windowed = spec.sliding_window is not None or spec.attention_chunk_size is not None
-    if windowed or spec.non_causal:
-        return "attention over a window, in chunks or not causal is not supported yet"
+    """Only what was read and tested: exact types, so that none slips through."""
+    match spec:
+        case _ if type(spec) is MambaSpec:
+            return _unsupported_state(spec)
+        case _ if type(spec) is SlidingWindowSpec:
+            unknown = spec.extra_retained_tokens != 0
+        case _ if type(spec) is ChunkedLocalAttentionSpec:
+            unknown = False
+        case _ if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+            windowed = spec.sliding_window is not None or spec.attention_chunk_size is not None
+            unknown = windowed or spec.non_causal
+        case _:
+            return f"a KV cache of kind {type(spec).__name__} is not supported yet"
+    if unknown:
+        return (
+            "attention that is not causal, or over a window or chunks without groups of their own "
+            "(--disable-hybrid-kv-cache-manager), is not supported yet"
+        )
     if spec.tokens_per_state != 1 or spec.page_size_padded is not None:
         return "compressed or padded KV pages are not supported yet"
     if spec.kv_quant_mode not in {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}:
         return f"KV quantised as {spec.kv_quant_mode.name.lower()} is not supported yet"
     if spec.state_content_bytes is not None or spec.num_head_slots is not None:
         return "KV that an attention backend packs in its own way is not supported yet"
+    return None
+
+
+def _unsupported_state(spec: Any) -> str | None:
+    """Only states at the ends of blocks, which is what vLLM keeps with prefix caching."""
+    if spec.mamba_cache_mode != "align":
+        return (
+            f"a recurrent state in cache mode {spec.mamba_cache_mode} is not supported yet: "
+            "leave prefix caching on, and --mamba-cache-mode at align"
+        )
+    if spec.num_speculative_blocks or spec.tokens_per_state != -1 or spec.tp_replicated:
+        return "a recurrent state that is replicated, compressed or speculative is not supported yet"
     return None

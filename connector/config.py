@@ -44,6 +44,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weights_version: Annotated[
         str, Meta(max_length=256, description="names the weights instead of the fingerprint of their files")
     ] = ""
+    retention_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="models with windows or local attention: between its end and its beginning a prompt can be "
+            "taken up again once in so many tokens (0: at its end only); less stores more",
+        ),
+    ] = 2_048
     min_tokens: Annotated[
         int, Meta(ge=0, description="a hit of fewer tokens beyond the local prefix cache is not loaded")
     ] = 64

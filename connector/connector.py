@@ -142,13 +142,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(_blocks_may_go)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, block_ids)
+        return self._scheduler.request_finished(request, (block_ids,))
 
     @harmless(_blocks_may_go)
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, block_ids[0] if block_ids else ())
+        return self._scheduler.request_finished(request, block_ids)
 
     @harmless(lambda: False)
     def has_pending_push_work(self) -> bool:

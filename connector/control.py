@@ -136,6 +136,9 @@ class Control(Protocol):
         """How many of a chain's first keys are likely to be had. No lease. `prefetch`: nodes are told that what they
         have of them on NVMe will be asked for."""
 
+    def present(self, keys: Sequence[Key]) -> "Future[Sequence[bool] | None]":
+        """Which of these keys, which are no chain, are likely to be had; None: there is nobody who could tell."""
+
     def acquire(
         self, keys: Sequence[Key], duration_s: float, wait_s: float, nodes: Sequence[str]
     ) -> "Future[Promise]":

@@ -14,14 +14,16 @@ thought of then costs hits, which `differences` of two manifests explains, and n
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from connector.compat import ModelFacts
+from connector.kinds import Kind
 from connector.shape import Whole
-from kvstore.core import BadConfiguration, Manifest
+from kvstore.core import BadConfiguration, Geometry, Manifest
+from kvstore.core import Kind as KindOfObjects
 from kvstore.core.limits import GIB, KIB, MIB
 
 SAMPLE_BYTES = 4 * KIB
@@ -61,8 +63,18 @@ class WeightsUnknown(BadConfiguration):
     """The weights cannot be told apart from others by their files."""
 
 
-def build_manifest(facts: ModelFacts, weights: str, whole: Whole, chunk_tokens: int) -> Manifest:
-    """The manifest of an engine; `weights` comes from `weights_identity`, `whole` from the worker halves."""
+def build_manifest(
+    facts: ModelFacts, weights: str, whole: Whole, chunk_tokens: int, kinds: Sequence[Kind] = ()
+) -> Manifest:
+    """The manifest of an engine.
+
+    Args:
+        facts: what it serves.
+        weights: from `weights_identity`.
+        whole: from the worker halves.
+        chunk_tokens: of a chunk.
+        kinds: of the model's KV, the full one first; nothing is as good as that one alone.
+    """
     geometry = whole.shape.geometry
     return Manifest(
         weights=weights,
@@ -71,8 +83,21 @@ def build_manifest(facts: ModelFacts, weights: str, whole: Whole, chunk_tokens: 
         tile_format=whole.tile_format,
         chunk_tokens=chunk_tokens,
         unit_tokens=geometry.unit_tokens,
-        lanes=tuple((layers, heads, unit_bytes) for layers, heads, unit_bytes in geometry.lanes),
+        lanes=_lanes(geometry),
+        kinds=tuple(
+            KindOfObjects(
+                name=kind.name,
+                tokens=kind.tokens_max(chunk_tokens),
+                unit_tokens=shape.geometry.unit_tokens,
+                lanes=_lanes(shape.geometry),
+            )
+            for kind, shape in zip(kinds[1:], whole.shape.kinds, strict=True)
+        ),
     )
+
+
+def _lanes(geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
+    return tuple((layers, heads, unit_bytes) for layers, heads, unit_bytes in geometry.lanes)
 
 
 def model_identity(facts: ModelFacts) -> dict[str, Scalar]:

@@ -28,7 +28,11 @@ log = logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One link of a prompt's chain: the tokens [start, stop). `tail`: shorter than a chunk, stored cold."""
+    """One link of a prompt's chain: the tokens [start, stop). `tail`: shorter than a chunk, stored cold.
+
+    Models of several kinds of layers (`connector.kinds`) have `pieces` at it, one of each other kind: links, too,
+    of that `kind`. The tokens of a piece may be none.
+    """
 
     key: Key
     parent: Key
@@ -36,6 +40,8 @@ class Link:
     start: int
     stop: int
     tail: bool
+    kind: int = 0
+    pieces: tuple["Link", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +70,10 @@ class Chain:
         key = chunk_key(parent, self.request.all_token_ids[start:stop], extras)
         return Link(key, parent, depth, start, stop, tail=stop - start < self.chunk_tokens)
 
-    def prompt(self) -> tuple[Link, ...]:
-        """The links of the request's prompt, in order. About 10 us per chunk of 256 tokens."""
-        num_tokens = self.request.num_prompt_tokens
+    def prompt(self, num_tokens: int | None = None) -> tuple[Link, ...]:
+        """The links of the request's prompt (or of its first `num_tokens`), in order. About 10 us per chunk of 256
+        tokens."""
+        num_tokens = self.request.num_prompt_tokens if num_tokens is None else num_tokens
         links = list(self._chunks(num_tokens))
         start = len(links) * self.chunk_tokens
         stop = num_tokens - num_tokens % self.block_tokens

@@ -18,6 +18,7 @@ from connector.control import Arrivals, Promised, ReportLine
 from connector.keys import Link
 from connector.leases import Lease
 from connector.metadata import LoadJob, LoadMore, LoadObject, LoadReport, Place, Rank
+from connector.offers import Tables
 from connector.requests import Ask, RequestState
 from connector.samples import samples_of
 from connector.shared import Shared
@@ -53,7 +54,7 @@ class _Load:
 
     def disk_tokens(self, valid: int) -> int:
         """How many of the tokens that the first `valid` objects bring come from NVMe."""
-        from_disk = [self.links[at] for at in self.on_disk if at < valid]
+        from_disk = [self.links[at] for at in self.on_disk if at < valid and not self.links[at].kind]
         return sum(min(link.stop, self.stop) - max(link.start, self.start) for link in from_disk)
 
     def stop_coming(self) -> None:
@@ -76,6 +77,7 @@ class Loads:
         self._stats = shared.stats
         self._cost = shared.cost
         self._block_tokens = shared.block_tokens
+        self._kinds = shared.kinds
         self._world_size = shared.world_size
         self._jobs: dict[int, _Load] = {}
         self._ready: list[LoadJob] = []
@@ -87,29 +89,30 @@ class Loads:
         """Jobs that some rank has not reported yet."""
         return len(self._jobs)
 
-    def start(self, state: RequestState, ask: Ask, blocks: Sequence[int], num_tokens: int) -> None:
-        """The scheduler allocated blocks (all of the request's, in order) for `num_tokens` promised tokens."""
+    def start(self, state: RequestState, ask: Ask, tables: Tables, num_tokens: int) -> None:
+        """The scheduler allocated blocks (all of the request's, by group) for `num_tokens` promised tokens."""
         job, self._next_job = self._next_job, self._next_job + 1
         start = ask.computed or 0
         load = _Load(state, ask.lease, start, start + num_tokens, ask.reason)
         self._jobs[job] = load
         state.load = job
         try:
-            self._ready.append(self._job(job, load, ask, blocks))
+            self._ready.append(self._job(job, load, ask, tables))
         except Exception:
-            self._ready.append(self._failing(job, load, blocks))
+            self._ready.append(self._failing(job, load, tables))
             raise
 
-    def _job(self, job: int, load: _Load, ask: Ask, blocks: Sequence[int]) -> LoadJob:
+    def _job(self, job: int, load: _Load, ask: Ask, tables: Tables) -> LoadJob:
         assert ask.lease is not None, "a load without a promise"
-        links = (load.state.links or ())[ask.first :]
         pairs = [
             (link, promised)
-            for link, promised in zip(links, ask.lease.promise.objects, strict=False)
+            for link, promised in zip(ask.wanted, ask.lease.promise.objects, strict=False)
             if link.start < load.stop
         ]
         assert pairs and pairs[0][0].start <= load.start, "a load that begins before what was promised"
-        assert load.stop <= pairs[-1][0].stop, "a load of more than was promised"
+        end = max(link.stop for link, _ in pairs)
+        assert load.stop <= end, "a load of more than was promised"
+        assert load.stop == end or len(self._kinds) == 1, "a load that ends where no boundary was promised"
         load.links = tuple(link for link, _ in pairs)
         load.objects = [promised for _, promised in pairs]
         nodes = {(promised.node.node, promised.node.boot): promised.node for promised in load.objects}
@@ -122,15 +125,18 @@ class Loads:
                 extents=promised.extents,
                 size_bytes=promised.size_bytes,
                 table=promised.table,
-                blocks=self._targets(link, load, blocks),
+                blocks=self._targets(link, load, tables),
                 placed=promised.tier is Tier.DRAM,
+                kind=link.kind,
             )
             for link, promised in pairs
         )
         deadline_s = min(self._config.load_timeout_s, self._leases.longest_s(ask.lease))
         load.ends_s = self._clock() + deadline_s
         self._promote(load, ask.lease, deadline_s)
-        return LoadJob(job, load.state.request_id, tuple(nodes.values()), objects, deadline_s)
+        return LoadJob(
+            job, load.state.request_id, tuple(nodes.values()), objects, deadline_s, len(self._kinds) > 1
+        )
 
     def _promote(self, load: _Load, lease: Lease, deadline_s: float) -> None:
         """Lets what is on NVMe come. What the job does not bring is not waited for."""
@@ -141,19 +147,24 @@ class Loads:
             self._leases.give_back(lease, {one.key for one in lease.promise.objects} - wanted)
             load.arrivals = self._control.promote(lease.promise, deadline_s)
 
-    def _targets(self, link: Link, load: _Load, blocks: Sequence[int]) -> tuple[int | None, ...]:
-        """The engine block of each block of this link; None where the engine has it, or does not want it."""
-        size = self._block_tokens
-        return tuple(
-            blocks[at // size] if load.start <= at < load.stop else None
+    def _targets(self, link: Link, load: _Load, tables: Tables) -> tuple[int | None, ...]:
+        """The engine block of each block of this link, group by group; None where the engine has it, or does not want
+        it."""
+        size, kind = self._block_tokens, self._kinds[link.kind]
+        first = max(load.start, kind.first_token(load.stop))
+        targets = tuple(
+            tables[group][at // size] if first <= at < load.stop else None
+            for group in kind.groups
             for at in range(link.start, link.stop, size)
         )
+        assert 0 not in targets, "the engine has no block where a hit needs one"
+        return targets
 
-    def _failing(self, job: int, load: _Load, blocks: Sequence[int]) -> LoadJob:
+    def _failing(self, job: int, load: _Load, tables: Tables) -> LoadJob:
         """A job that the worker half reports as failed at once, in all blocks behind the local hit."""
-        targets = tuple(blocks[load.start // self._block_tokens :])
+        targets = tuple(tables[0][load.start // self._block_tokens :])
         nothing = LoadObject(Key(bytes(32)), 0, b"", (), 0, b"", targets)
-        return LoadJob(job, load.state.request_id, (), (nothing,), 0.0)
+        return LoadJob(job, load.state.request_id, (), (nothing,), 0.0, len(self._kinds) > 1)
 
     def disk_tokens(self, state: RequestState) -> int:
         """How many of the tokens that a load under way is to bring come from NVMe."""
@@ -246,9 +257,10 @@ class Loads:
         self._learn(load, worst)
         for sample in samples_of(load.objects, load.reports) if load.objects else ():
             self._cost.pulled(*sample)
-        pulled = (
-            max(0, min(load.links[valid - 1].stop, load.stop) - load.start) if load.links and valid else 0
-        )
+        if len(self._kinds) > 1 and failed:
+            valid = 0  # it was of no use in part
+        end = max((link.stop for link in load.links[:valid]), default=0)
+        pulled = max(0, min(end, load.stop) - load.start)
         if disk_tokens := load.disk_tokens(valid):
             log.info("request %s: %d tokens pulled: %d from NVMe", load.state.request_id, pulled, disk_tokens)
         reasons = [report.reason for report in load.reports if report.reason is not None]

@@ -32,8 +32,9 @@ class Handshake(KVConnectorHandshakeMetadata):
     """What only a worker knows of its part of the KV cache, told once after it was registered.
 
     All ranks' handshakes together complete the manifest (`connector.shape`), whose words `tile_format`,
-    `kv_dtype` and `unit_tokens` are. `layers` are in the order of their names. `unsupported` is a reason, as
-    half a sentence, neither to save nor to load on this engine.
+    `kv_dtype` and `unit_tokens` are. `layers` are in the order of their names: those of the full kind; `kinds` says
+    the same of the others (`connector.kinds`). `unsupported` is a reason, as half a sentence, neither to save nor to
+    load on this engine.
     """
 
     tile_format: str = ""
@@ -41,6 +42,7 @@ class Handshake(KVConnectorHandshakeMetadata):
     unit_tokens: int = 0
     layers: tuple[Layer, ...] = ()
     unsupported: str | None = None
+    kinds: tuple["Handshake", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,17 @@ class Shape:
         geometry: of the whole model.
         firsts: number of the first layer of every pipeline stage, and at the end the number of layers.
         tp_size: ranks of a stage.
+        kinds: the shapes of the objects of other kinds than the full one.
     """
 
     geometry: Geometry
     firsts: tuple[int, ...]
     tp_size: int
+    kinds: tuple["Shape", ...] = ()
+
+    def of(self, kind: int) -> "Shape":
+        """The shape of the objects of this kind; 0 is the full one."""
+        return self.kinds[kind - 1] if kind else self
 
     def part(self, rank: Rank, size_bytes: int) -> Part:
         """The rank's part of an object of this size: what it reads, and what it writes if it is a writer."""
@@ -78,8 +86,9 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class LoadObject:
     """One object to pull. `blocks` has one engine block id per block of the object, in token order; None
-    marks a block that must not be written (the engine has it already, or does not want it). `placed` is False
-    while it is on its way from NVMe: where it is comes in a `LoadMore`."""
+    marks a block that must not be written (the engine has it already, or does not want it). Where the layers of the
+    object's `kind` are in several groups of vLLM, those of each group follow each other. `placed` is False while it
+    is on its way from NVMe: where it is comes in a `LoadMore`."""
 
     key: Key
     node: int  # index into LoadJob.nodes
@@ -89,6 +98,7 @@ class LoadObject:
     table: bytes
     blocks: tuple[int | None, ...]
     placed: bool = True
+    kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,7 @@ class LoadJob:
     """Everything one request loads, in chain order.
 
     A job whose `deadline_s` is not positive moves nothing: all its blocks are reported as failed at once.
+    `all_or_nothing`: of no use in part. If it fails, the request is reported instead of blocks.
     """
 
     job: int
@@ -103,6 +114,7 @@ class LoadJob:
     nodes: tuple[NodeAddress, ...]
     objects: tuple[LoadObject, ...]
     deadline_s: float
+    all_or_nothing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +147,12 @@ class SaveObject:
     size_bytes: int
     blocks: tuple[int, ...]
     request: str = ""
+    kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Objects of one step that go to one node."""
+    """Objects of one kind and one step that go to one node."""
 
     job: int
     node: NodeAddress

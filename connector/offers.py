@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from connector.keys import Link
+from connector.pieces import Pieces
 from connector.pins import Pins
 from connector.requests import RequestState
 from connector.shared import Shared
 from connector.stats import Cause
 from kvstore.core import Geometry, Key, limits
+
+Tables = Sequence[Sequence[int]]
+"""A request's blocks in token order, by KV cache group."""
 
 
 @dataclass(slots=True)
@@ -38,17 +42,18 @@ class Offers:
     """All links of this engine on their way.
 
     Attributes:
-        geometry: the shape of objects.
+        geometries: the shapes of objects, by kind.
         placed: by key, the id of the node that a link goes to; empty where that is open.
     """
 
     def __init__(self, shared: Shared) -> None:
-        self.geometry: Geometry | None = None
+        self.geometries: Sequence[Geometry] = ()
         self.pins = Pins(shared.config.pinned_share)
         self.placed: dict[Key, str] = {}
         self._shared = shared
         self._known = shared.known
         self._stats = shared.stats
+        self._pieces = Pieces(shared)
 
     def completed_by(self, scheduler_output: Any, states: Mapping[str, RequestState]) -> Iterator[Item]:
         """What a step completes, at most what one reservation may ask for, with references taken."""
@@ -63,53 +68,70 @@ class Offers:
             for item in self._completed(state, computed, scheduler_output, left):
                 left -= 1
                 yield item
+        for state, piece, blocks in self._pieces.completed_by(scheduler_output, states):
+            if left > 0 and self.is_new(piece):
+                taken = self.take(state, piece, blocks)
+                if taken is None:  # no later step has these blocks
+                    tokens = piece.stop - piece.start
+                    self._stats.drop(Cause.PINNED_SHARE, [tokens], state.request_id)
+                else:
+                    left -= 1
+                    yield taken
 
     def _completed(self, state: RequestState, computed: int, output: Any, items_max: int) -> Iterator[Item]:
         """The links that are whole when so many tokens are computed."""
         stop = state.grow(computed)
         link = state.next_link
         if link is not None and link.stop <= stop:
-            (table,) = output.kv_connector_block_state.get_block_ids(state.request_id)
-            yield from self._up_to(state, stop, table, items_max)
+            tables = output.kv_connector_block_state.get_block_ids(state.request_id)
+            yield from self._up_to(state, stop, tables, items_max)
             link = state.next_link
         if link is None or link.stop > stop:
             state.rest()
 
-    def _up_to(self, state: RequestState, stop: int, table: Sequence[int], items_max: int) -> Iterator[Item]:
+    def _up_to(self, state: RequestState, stop: int, tables: Tables, items_max: int) -> Iterator[Item]:
         """The links that end within the first `stop` tokens, as far as references can be taken."""
         while items_max > 0 and (link := state.next_link) is not None and link.stop <= stop:
-            if link.key not in self.placed and self._known.node_of(link.key) is None:
-                item = self._item(state, link, table)
+            if self.is_new(link):
+                item = self.take(state, link, self._blocks(link, tables))
                 if item is None:
                     return
                 items_max -= 1
                 yield item
             state.offered += 1
 
-    def ended_by(self, state: RequestState, table: Sequence[int]) -> Iterator[Item]:
+    def ended_by(self, state: RequestState, tables: Tables) -> Iterator[Item]:
         """What the end of a request completes. Its blocks go: what is not offered now never will be.
 
         Args:
             state: the request.
-            table: its blocks.
+            tables: its blocks, by group.
         """
-        stop = state.grow(min(state.request.num_computed_tokens, len(table) * self._shared.block_tokens))
+        num_blocks = min(map(len, tables), default=0)
+        stop = state.grow(min(state.request.num_computed_tokens, num_blocks * self._shared.block_tokens))
         if state.growth is not None and (end := state.growth.end(stop)) is not None:
             state.grown.append(end)
-        yield from self._up_to(state, stop, table, limits.BATCH_KEYS_MAX)
+        yield from self._up_to(state, stop, tables, limits.BATCH_KEYS_MAX)
         if left := [*(state.links or ()), *state.grown][state.offered :]:
             tokens = [link.stop - link.start for link in left]
             self._stats.drop(Cause.PINNED_SHARE, tokens, state.request_id)
 
-    def _item(self, state: RequestState, link: Link, table: Sequence[int]) -> Item | None:
-        """The link with references on its blocks; None beyond their bound."""
-        assert self.geometry is not None
+    def is_new(self, link: Link) -> bool:
+        """Whether the link is neither under way nor known to be stored."""
+        return link.key not in self.placed and self._known.node_of(link.key) is None
+
+    def _blocks(self, link: Link, tables: Tables) -> tuple[int, ...]:
         size = self._shared.block_tokens
-        blocks = tuple(table[link.start // size : link.stop // size])
+        groups = self._shared.kinds[link.kind].groups
+        return tuple(block for g in groups for block in tables[g][link.start // size : link.stop // size])
+
+    def take(self, state: RequestState, link: Link, blocks: tuple[int, ...]) -> Item | None:
+        """The link with references on its blocks (those of each group in turn); None beyond their bound."""
         if not self.pins.take(blocks):
             return None
         self.placed[link.key] = ""
-        size_bytes = self.geometry.object_bytes(link.stop - link.start)
+        tokens = self._shared.kinds[link.kind].object_tokens(link.start, link.stop)
+        size_bytes = self.geometries[link.kind].object_bytes(tokens)
         return Item(link, blocks, size_bytes, link.tail or state.hints.save_cold, state.request_id)
 
     def let_go(self, item: Item, *, stored_at: str | None = None) -> None:
@@ -134,7 +156,9 @@ class Offers:
         """The keys of this request that were offered and rest on tokens that are not computed any more."""
         offered = [*(state.links or ()), *state.grown][: state.offered]
         computed = state.request.num_computed_tokens
-        invalid = [(at, link.key) for at, link in enumerate(offered) if link.stop > computed]
+        invalid = [at for at, link in enumerate(offered) if link.stop > computed]
         if invalid:
-            state.offered, state.rests_until = invalid[0][0], 0
-        return {key for _, key in invalid}
+            state.offered, state.rests_until = invalid[0], 0
+            state.pieced = min(state.pieced, invalid[0])
+        links = [offered[at] for at in invalid]
+        return {one.key for link in links for one in (link, *link.pieces)}

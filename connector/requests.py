@@ -1,6 +1,7 @@
 """What the scheduler half remembers of a request, from its arrival to its end."""
 
 import math
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from connector.growth import Growth
 from connector.hints import Hints
 from connector.keys import Link
 from connector.leases import Lease
-from kvstore.core import MissReason
+from kvstore.core import Key, MissReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +31,23 @@ class Ask:
 
     Args:
         lookup: under way or answered.
+        presence: the same, of keys that are no chain.
+        absent: keys that could not be promised.
         acquire: under way; None before, and when it has been answered.
-        lease: what is promised, from link `first` on.
+        lease: what is promised, of what was `wanted`: links of the chain, then pieces.
         computed: the local hit that was presented last; None: never asked.
         refused: the answer is "nothing" from now on; `reason` says why not more.
         wait_until_s: when the request will not be held back any longer for the question under way.
     """
 
     lookup: "Future[Found] | None" = None
+    presence: "Future[Sequence[bool] | None] | None" = None
+    absent: set[Key] = field(default_factory=set)
     acquire: "Future[Promise] | None" = None
     acquires: int = 0
     asked_s: float = 0.0
     lease: Lease | None = None
-    first: int = 0
+    wanted: tuple[Link, ...] = ()
     computed: int | None = None
     refused: bool = False
     reason: MissReason | None = None
@@ -60,6 +65,8 @@ class RequestState:
         hints: what it says of its KV.
         growth: the links behind its prompt; None where only prompts are saved.
         grown: those of them that have become whole, in order.
+        worth: the keys of those of its windows' pieces that are worth saving.
+        pieced: the pieces of the links before this one were offered, or need not be.
         offered: the links before this one (of `links`, then of `grown`) were offered to the store, or need not be.
         rests_until: with fewer tokens computed no other link is whole; so most steps need not look.
         adapter: digest of its LoRA adapter, on its way.
@@ -77,12 +84,14 @@ class RequestState:
     hints: Hints = Hints()  # noqa: RUF009 - immutable
     growth: Growth | None = None
     grown: list[Link] = field(default_factory=list)
+    worth: frozenset[Key] = frozenset()
+    pieced: int = 0
     offered: int = 0
     rests_until: float = 0
 
     def void(self, epoch: int) -> None:
         """Its KV is of different weights in part, from now on: it is never saved, and nothing is loaded for it."""
-        self.ask, self.handoff, self.offered = Ask(), None, 0
+        self.ask, self.handoff, self.offered, self.pieced = Ask(), None, 0, 0
         self.links, self.epoch, self.no_load = (), epoch, MissReason.MANIFEST_DIFFERS
         self.growth, self.grown, self.rests_until = None, [], 0
 

@@ -16,10 +16,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from connector.boundaries import longest_hit, needed
 from connector.control import Grant, NotGranted, ReserveAsk
 from connector.keys import Link
 from connector.metadata import SaveJob, SaveObject, SaveReport
-from connector.offers import Item, Offers
+from connector.offers import Item, Offers, Tables
 from connector.requests import RequestState
 from connector.shared import Shared
 from connector.stats import Cause, refused
@@ -99,16 +100,16 @@ class Saves:
             if items:
                 self._offer(items)
 
-    def finish(self, state: RequestState, table: Sequence[int]) -> Sequence[Link]:
+    def finish(self, state: RequestState, tables: Tables) -> Sequence[Link]:
         """Offers what the end of a request completes; its chain, as others may want it.
 
         Args:
             state: the request.
-            table: its blocks, which are about to go.
+            tables: its blocks, by group, which are about to go.
         """
         items: list[Item] = []
         try:
-            for item in self.offers.ended_by(state, table):
+            for item in self.offers.ended_by(state, tables):
                 items.append(item)  # noqa: PERF402 - those before an exception, too
         finally:
             if items:
@@ -137,11 +138,12 @@ class Saves:
         if batch.answers.exception() is not None:
             self.offers.drop(batch.items, Cause.NODE_DOWN)
             return
-        by_node: dict[tuple[bytes, bytes], list[tuple[Item, Grant]]] = {}
+        by_node: dict[tuple[bytes, bytes, int], list[tuple[Item, Grant]]] = {}
         void: list[tuple[Item, Grant]] = []
         for item, answer in zip(batch.items, batch.answers.result(), strict=True):
             if isinstance(answer, Grant):
-                group = void if item.over else by_node.setdefault((answer.node.node, answer.node.boot), [])
+                place = answer.node.node, answer.node.boot, item.link.kind
+                group = void if item.over else by_node.setdefault(place, [])
                 group.append((item, answer))
             elif not item.over:
                 self._not_granted(item, answer)
@@ -170,7 +172,9 @@ class Saves:
         for item, _ in granted:
             self.offers.placed[item.link.key] = node.node.hex()
         objects = tuple(
-            SaveObject(x.link.key, grant.generation, grant.extents, x.size_bytes, x.blocks, x.request)
+            SaveObject(
+                x.link.key, grant.generation, grant.extents, x.size_bytes, x.blocks, x.request, x.link.kind
+            )
             for x, grant in granted
         )
         return SaveJob(job, node, objects, deadline_s)
@@ -228,8 +232,7 @@ class Saves:
 
     def _table(self, save: _Save, position: int) -> bytes | None:
         """The object's table from all ranks' runs; None when a rank failed or a run is missing."""
-        geometry = self.offers.geometry
-        assert geometry is not None
+        geometry = self.offers.geometries[save.items[position][0].link.kind]
         runs: dict[int, bytes] = {}
         for report in save.reports:
             checksums = report.checksums[position]
@@ -289,18 +292,19 @@ class Saves:
                 self.offers.drop([item for item in batch.items if item.link.key in keys], cause)
 
     def covered(self, links: Sequence[Link]) -> tuple[int, list[str]]:
-        """How many of a chain's first links are stored or under way, and the ids of the nodes that have them."""
+        """How many of a chain's first links are stored or under way, up to where a prompt can go on, and the ids of
+        the nodes that have them."""
         placed = self._placed()
-        nodes: dict[str, None] = {}
-        for position, link in enumerate(links):
-            node = placed.get(link.key)
-            if node is None:
-                node = self._known.node_of(link.key)
-            if node is None:
-                return position, list(nodes)
-            if node:
-                nodes[node] = None
-        return len(links), list(nodes)
+
+        def node_of(key: Key) -> str | None:
+            node = placed.get(key)
+            return self._known.node_of(key) if node is None else node
+
+        kinds = self._shared.kinds
+        num_links = longest_hit(links, kinds, lambda key: node_of(key) is not None)
+        pieces = needed(links, num_links - 1, kinds) if num_links else []
+        nodes = dict.fromkeys(node_of(one.key) for one in (*links[:num_links], *pieces))
+        return num_links, [node for node in nodes if node]
 
     def _placed(self) -> dict[Key, str | None]:
         """The node of each link under way: empty where that is open, None where nobody took it."""

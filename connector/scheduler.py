@@ -9,10 +9,11 @@ hook waits. What it plans travels to the worker half as `Jobs`, what became of i
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from connector.asks import NOTHING, Answer, Asks
+from connector.boundaries import with_pieces, worth_saving
 from connector.compat import CacheHitSource, block_size_of, logger, unsupported_engine, was_aborted
 from connector.config import Config
 from connector.control import Control, ReportLine
@@ -20,10 +21,13 @@ from connector.growth import Growth
 from connector.guard import Breaker, harmless
 from connector.handoff import Ignored, describe_format, read_note, write_note
 from connector.hints import Hints, read_hints
+from connector.hybrid_asks import HybridAsks
 from connector.keys import AdapterDigests, Chain
+from connector.kinds import kinds_of
 from connector.loads import Loads
 from connector.metadata import Jobs, LoadMore, LoadReport, Rank, Reports, SaveJob, SaveReport
 from connector.metrics import EngineStats
+from connector.offers import Tables
 from connector.requests import Ask, RequestState
 from connector.saves import Saves
 from connector.session import Session
@@ -62,9 +66,10 @@ class SchedulerHalf:
                 f"chunk_tokens {config.chunk_tokens} is not a multiple of the engine's block size {block_tokens}"
             )
         world_size = vllm_config.parallel_config.world_size
-        self.shared = Shared(control, config, clock, block_tokens, world_size)
+        kinds = () if unsupported else kinds_of(kv_cache_config.kv_cache_groups)
+        self.shared = Shared(control, config, clock, block_tokens, world_size, kinds)
         self.session = Session(self.shared, vllm_config)
-        self.asks = Asks(self.shared)
+        self.asks = HybridAsks(self.shared) if len(kinds) > 1 else Asks(self.shared)
         self.loads = Loads(self.shared)
         self.saves = Saves(self.shared)
         self.states: dict[str, RequestState] = {}
@@ -96,7 +101,7 @@ class SchedulerHalf:
             )
         return hints
 
-    def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
         """Forgets a request. Its blocks may go: saves hold references of their own."""
         state = self.states.pop(request.request_id, None)
         if state is None:
@@ -107,7 +112,7 @@ class SchedulerHalf:
         current = namespace is not None and state.epoch == self.shared.epoch
         if not self._may_save or not current or was_aborted(request):
             return False, None
-        links = self.saves.finish(state, block_ids)
+        links = self.saves.finish(state, tables)
         num_links, nodes = self.saves.covered(links)
         assert self.session.manifest is not None
         return False, write_note(self.session.manifest, links[:num_links], nodes)
@@ -132,6 +137,10 @@ class SchedulerHalf:
         adapter = (state.adapter and state.adapter.result()) or ""
         config = self.shared.config
         chain = Chain(state.request, namespace, config.chunk_tokens, self.shared.block_tokens, adapter)
+        if len(self.shared.kinds) > 1:
+            self._prepare_pieces(state, chain)
+            self._take_note(state, namespace)
+            return True
         live = state.hints.live
         state.links = chain.resumed_prompt(live) if live else chain.prompt()
         if config.write_back and state.request.prompt_embeds is None:
@@ -139,6 +148,13 @@ class SchedulerHalf:
         if not live:
             self._take_note(state, namespace)
         return True
+
+    def _prepare_pieces(self, state: RequestState, chain: Chain) -> None:
+        """The prompt up to where it can be taken up again; what is generated is not saved."""
+        kinds = self.shared.kinds
+        state.pieced = 0
+        state.links = with_pieces(chain.prompt(state.prompt_tokens - 1), kinds)
+        state.worth = worth_saving(state.links, kinds, self.shared.config.retention_tokens)
 
     def _take_note(self, state: RequestState, namespace: Namespace) -> None:
         """The hand-off that the request carries, if any."""
@@ -191,8 +207,7 @@ class SchedulerHalf:
             return
         ask, state.ask = state.ask, Ask()
         if num_external_tokens > 0:
-            (table,) = blocks.get_block_ids()
-            self.loads.start(state, ask, table, num_external_tokens)
+            self.loads.start(state, ask, blocks.get_block_ids(), num_external_tokens)
             return
         self.asks.close(ask)
         if ask.computed is not None:
@@ -269,7 +284,7 @@ class SchedulerHalf:
     def _plan_saves(self, scheduler_output: Any) -> None:
         if not self._may_save or self.session.manifest is None:
             return
-        self.saves.offers.geometry = self.session.manifest.geometry
+        self.saves.offers.geometries = self.session.manifest.object_kinds.geometries
         for request_id in scheduler_output.num_scheduled_tokens:
             if (state := self.states.get(request_id)) is not None:
                 self._prepare(state)

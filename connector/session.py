@@ -59,6 +59,8 @@ class Session:
         else:
             try:
                 self._whole = put_together(hands, total_kv_heads(self._vllm_config))
+                if len(self._whole.shape.kinds) != len(self._shared.kinds) - 1:
+                    raise LayoutUnsupported("workers and scheduler do not see the same kinds of KV")
             except LayoutUnsupported as error:
                 self.refuse(str(error))
             self.tick()
@@ -74,19 +76,32 @@ class Session:
             try:
                 weights = self._weights.result()
                 manifest = build_manifest(
-                    model_facts(self._vllm_config), weights, self._whole, self._shared.config.chunk_tokens
+                    model_facts(self._vllm_config),
+                    weights,
+                    self._whole,
+                    self._shared.config.chunk_tokens,
+                    self._shared.kinds,
                 )
             except BadConfiguration as error:
                 self.refuse(str(error))
                 return
-            size_bytes = self._whole.shape.largest_part_bytes(manifest.chunk_tokens)
-            if size_bytes > self._shared.config.staging_bytes:
-                self.refuse(
-                    f"a worker's part of a chunk takes {size_bytes} bytes, more than staging_bytes in "
-                    "kv_connector_extra_config"
-                )
+            if reason := self._unfit(self._whole.shape, manifest):
+                self.refuse(reason)
             else:
                 self._open(manifest)
+
+    def _unfit(self, shape: Shape, manifest: Manifest) -> str | None:
+        """Why objects of this shape cannot be moved, if they cannot."""
+        kinds = manifest.object_kinds
+        if kinds.ambiguous:
+            return "kinds of KV that a node could not tell apart are not supported yet"
+        parts = (shape.of(kind).largest_part_bytes(tokens) for kind, tokens in enumerate(kinds.tokens_max))
+        if (size_bytes := max(parts)) > self._shared.config.staging_bytes:
+            return (
+                f"a worker's part of a chunk takes {size_bytes} bytes, more than staging_bytes in "
+                "kv_connector_extra_config"
+            )
+        return None
 
     def reset(self) -> None:
         """The weights have changed under the engine: a fresh namespace, shared with nobody."""

@@ -11,7 +11,7 @@ What cannot be proven to be such a split is `LayoutUnsupported`. Pure.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from connector.metadata import Handshake, Layer, Shape
@@ -20,13 +20,17 @@ from kvstore.core import Geometry, KVStoreError, LaneGroup
 __all__ = ["LayoutUnsupported", "Whole", "in_order", "lanes_of", "put_together"]
 
 
+STATE = "state"
+"""The tile format of recurrent states."""
+
+
 class LayoutUnsupported(KVStoreError):
     """KV of this shape can be neither saved nor loaded. `str()` is a reason, as half a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """What is in the tiles of a model's KV cache, and their shape."""
+    """What is in the tiles of a model's KV cache, and their shape; `shape.kinds` has that of other kinds."""
 
     tile_format: str
     kv_dtype: str
@@ -43,6 +47,21 @@ def put_together(hands: Mapping[tuple[int, int], Handshake], total_heads: int) -
     Raises:
         LayoutUnsupported: the ranks' parts do not add up to one.
     """
+    whole = _one_kind(hands, total_heads)
+    num_kinds = {len(hand.kinds) for hand in hands.values()}
+    if len(num_kinds) != 1:
+        raise LayoutUnsupported("the workers have different kinds of KV")
+    kinds = []
+    for kind in range(num_kinds.pop()):
+        parts = {rank: hand.kinds[kind] for rank, hand in hands.items()}
+        is_state = next(iter(parts.values())).tile_format == STATE
+        # A state is cut by rank in ways of its own: every rank has one, and all of them are those of this TP size.
+        kinds.append(_one_kind(parts, whole.shape.tp_size if is_state else total_heads).shape)
+    return replace(whole, shape=replace(whole.shape, kinds=tuple(kinds)))
+
+
+def _one_kind(hands: Mapping[tuple[int, int], Handshake], total_heads: int) -> Whole:
+    """The layers of one kind in the whole model."""
     pp_size, tp_size = (max(rank[axis] for rank in hands) + 1 for axis in (0, 1))
     if len(hands) != pp_size * tp_size:
         raise LayoutUnsupported(f"{len(hands)} workers are not {pp_size} stages of {tp_size}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from connector.config import Config
 from connector.control import Control
 from connector.cost import Cost, LoadPolicy
+from connector.kinds import Kind
 from connector.known import Known
 from connector.leases import Leases
 from connector.paths import Paths
@@ -23,6 +24,7 @@ class Shared:
         clock: seconds, monotonic.
         block_tokens: tokens of an engine block.
         world_size: ranks that report every job.
+        kinds: of the model's KV, the full one first.
         epoch: counts namespaces: keys, leases and saves of an earlier one are void.
     """
 
@@ -31,6 +33,7 @@ class Shared:
     clock: Callable[[], float]
     block_tokens: int
     world_size: int
+    kinds: tuple[Kind, ...]
     epoch: int = 0
     stats: Stats = field(default_factory=Stats)
     steps: Steps = field(default_factory=Steps)

@@ -18,10 +18,17 @@ from typing import Any
 
 import torch
 
-from connector.compat import attention_backends, attention_isa, is_mla, layer_specs, unsupported_spec
+from connector.compat import (
+    attention_backends,
+    attention_isa,
+    is_mla,
+    layer_specs,
+    reach_of,
+    unsupported_spec,
+)
 from connector.copies import Copies, DeviceCopies, Fence, HostCopies
 from connector.metadata import Handshake, Layer
-from connector.shape import LayoutUnsupported, in_order, lanes_of
+from connector.shape import STATE, LayoutUnsupported, in_order, lanes_of
 from kvstore.core import Geometry
 
 # GPU backends whose source was read: a token of a head is its keys, then its values (MLA: one latent vector).
@@ -65,6 +72,11 @@ class KVCaches:
         """Size of this rank's part of the object of so many engine blocks."""
         return self.geometry.object_bytes(num_blocks * self.block_tokens)
 
+    def of(self, kind: int) -> "KVCaches":
+        """The layers of this kind: there is one kind alone."""
+        assert kind == 0, f"a job for kind {kind} of a model of one kind"
+        return self
+
     def fence(self) -> Fence:
         """See `Copies.fence`."""
         return self.copies.fence()
@@ -103,9 +115,27 @@ def understand(
     Raises:
         LayoutUnsupported: not provably of a shape that is understood here.
     """
-    specs = _specs(kv_cache_config, kv_caches)
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise LayoutUnsupported(f"a model with {len(groups)} KV cache groups has more than one kind of KV")
+    specs = specs_of(groups[0], kv_caches)
+    if alone := next((spec for spec in specs.values() if reach_of(spec)[0] != "full"), None):
+        raise LayoutUnsupported(f"KV of kind {type(alone).__name__} alone is not supported yet")
+    return understand_layers(specs, kv_caches, kv_cache_config.num_blocks, vllm_config, device)
+
+
+def understand_layers(
+    specs: Mapping[str, Any],
+    kv_caches: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    vllm_config: Any,
+    device: str | None = None,
+) -> KVCaches:
+    """The same for some layers of attention, given with their specs and in their order, whose blocks are the same."""
+    if len({(spec.block_size, spec.dtype, is_mla(spec)) for spec in specs.values()}) != 1:
+        raise LayoutUnsupported("layers of different block size, dtype or kind are not supported yet")
     device = device or next(iter(kv_caches.values())).device.type
-    split = _kernel_blocks_per_block(kv_caches, specs, kv_cache_config.num_blocks)
+    split = _kernel_blocks_per_block(kv_caches, specs, num_blocks)
     first = next(iter(specs.values()))
     if device == "cuda":
         _check_backends(specs, vllm_config)
@@ -116,37 +146,59 @@ def understand(
     data = {name: _bytes_of(name, kv_caches[name], spec, split) for name, spec in specs.items()}
     if unit_tokens > 1:
         _check_whole_tiles(data)
-    slabs = _slabs([_by_rows(layer) for layer in data.values()])
-    copies: Copies = HostCopies(slabs, split) if device == "cpu" else DeviceCopies(slabs, split)
     return KVCaches(
         tile_format=tile_format,
         kv_dtype=_dtype_name(first, vllm_config.cache_config.cache_dtype),
         block_tokens=first.block_size,
         layers=tuple(_layer(name, layer, unit_tokens) for name, layer in data.items()),
         unit_tokens=unit_tokens,
-        num_blocks=kv_cache_config.num_blocks,
-        copies=copies,
+        num_blocks=num_blocks,
+        copies=_copies([_by_rows(layer) for layer in data.values()], device, split),
     )
+
+
+def understand_states(
+    specs: Mapping[str, Any],
+    kv_caches: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    device: str | None = None,
+) -> KVCaches:
+    """The same for layers with a recurrent state, one in each block: opaque bytes, without the padding behind."""
+    device = device or next(iter(kv_caches.values())).device.type
+    data = {}
+    for name, spec in specs.items():
+        if kv_caches[name].shape[0] != num_blocks:
+            raise LayoutUnsupported(f"layer {name} does not have one state in each block")
+        data[name] = _bytes_of(name, kv_caches[name], spec, spec.block_size)
+    return KVCaches(
+        tile_format=STATE,
+        kv_dtype="opaque",
+        block_tokens=1,  # a state is the unit here, and a block holds one
+        layers=tuple(Layer(name, 1, int(layer.shape[3])) for name, layer in data.items()),
+        unit_tokens=1,
+        num_blocks=num_blocks,
+        copies=_copies(list(data.values()), device, 1),
+    )
+
+
+def _copies(layers: Sequence[torch.Tensor], device: str, split: int) -> Copies:
+    slabs = _slabs(layers)
+    return HostCopies(slabs, split) if device == "cpu" else DeviceCopies(slabs, split)
 
 
 # --- what vLLM says -----------------------------------------------------------------------------------
 
 
-def _specs(kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def specs_of(group: Any, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Layer name to spec, in the order of the model. Layers that share another's KV are in no group: skipped."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise LayoutUnsupported(f"a model with {len(groups)} KV cache groups is not supported yet")
-    if groups[0].is_eagle_group:
+    if group.is_eagle_group:
         raise LayoutUnsupported("draft layers of speculative decoding are not supported")
-    specs = layer_specs(groups[0])
+    specs = layer_specs(group)
     for spec in specs.values():
         if reason := unsupported_spec(spec):
             raise LayoutUnsupported(reason)
     if missing := [name for name in specs if name not in kv_caches]:
         raise LayoutUnsupported(f"vLLM registered no tensor for layer {missing[0]}")
-    if len({(spec.block_size, spec.dtype, is_mla(spec)) for spec in specs.values()}) != 1:
-        raise LayoutUnsupported("layers of different block size, dtype or kind are not supported yet")
     return {name: specs[name] for name in in_order(specs)}
 
 

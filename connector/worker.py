@@ -30,20 +30,23 @@ from typing import Any
 from connector.books import Ended, Lines, Load, Save, nothing_saved
 from connector.compat import KVConnectorTransferResults, logger
 from connector.copies import Fence
+from connector.kind_caches import ModelCaches, understand
 from connector.metadata import (
     Handshake,
     Jobs,
     LoadJob,
     LoadMore,
+    LoadObject,
     Rank,
     Reports,
     SaveJob,
+    SaveObject,
     SaveReport,
     Shape,
 )
 from connector.pool import Pool
 from connector.shape import LayoutUnsupported
-from connector.tensors import KVCaches, understand
+from connector.tensors import KVCaches
 from kvstore.client import Mover, PullItem, PushItem
 from kvstore.core import KVStoreError, MissReason, Part, TransferFailed
 
@@ -82,7 +85,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._clock = clock
         self._unsupported = "vLLM has registered no KV cache"
-        self._caches: KVCaches | None = None
+        self._caches: KVCaches | ModelCaches | None = None
         self._mover: Mover | None = None
         self._pool: Pool | None = None
         self._changed = Condition()
@@ -187,7 +190,7 @@ class WorkerHalf:
             self._reporting.reports = self._reporting.reports.aggregate(ended.reports)
         for line in ended.lines:
             log.warning("%s", line)
-        return KVConnectorTransferResults(finished_recving=ended.requests)
+        return KVConnectorTransferResults(finished_recving=ended.requests, failed_recving=ended.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of those requests that do not hold what was promised."""
@@ -201,10 +204,10 @@ class WorkerHalf:
             reports, self._reporting.reports = self._reporting.reports, Reports()
         return reports or None
 
-    def _part(self, size_bytes: int) -> Part:
-        """This rank's part of an object of this size."""
+    def _part(self, wanted: LoadObject | SaveObject) -> Part:
+        """This rank's part of an object."""
         assert self._shape is not None, "jobs come with the shape of their objects"
-        return self._shape.part(self._rank, size_bytes)
+        return self._shape.of(wanted.kind).part(self._rank, wanted.size_bytes)
 
     def _say(self, kind: object, line: str) -> None:
         """Leaves a line for the log, which the next step writes. Under the lock."""
@@ -266,7 +269,7 @@ class WorkerHalf:
 
     def _pull_item(self, load: Load, index: int) -> PullItem:
         wanted = load.objects[index]
-        part, sink = self._part(wanted.size_bytes), partial(self._write, load, index)
+        part, sink = self._part(wanted), partial(self._write, load, index)
         return PullItem(wanted.extents, wanted.size_bytes, part, wanted.table, sink)
 
     def _given_up(self, load: Load, index: int) -> bool:
@@ -285,7 +288,8 @@ class WorkerHalf:
         done = False
         try:
             assert self._caches is not None
-            self._caches.scatter(data, load.job.objects[index].blocks, load.after)
+            wanted = load.job.objects[index]
+            self._caches.of(wanted.kind).scatter(data, wanted.blocks, load.after)
             done = True
         finally:
             with self._changed:
@@ -319,7 +323,7 @@ class WorkerHalf:
                 self._report(save, nothing_saved(job, quiet=True))
                 return
             assert self._shape is not None, "jobs come with the shape of their objects"
-            if not self._shape.writes(self._rank):
+            if not self._shape.of(job.objects[0].kind).writes(self._rank):
                 self._report(save, SaveReport(({},) * len(job.objects), quiet=True))
                 return
         self._pool.save(partial(self._push, save))
@@ -345,10 +349,7 @@ class WorkerHalf:
         assert self._mover is not None
         items = [
             PushItem(
-                wanted.extents,
-                wanted.size_bytes,
-                self._part(wanted.size_bytes),
-                partial(self._gather, save, index),
+                wanted.extents, wanted.size_bytes, self._part(wanted), partial(self._gather, save, index)
             )
             for index, wanted in enumerate(save.job.objects)
         ]
@@ -370,7 +371,8 @@ class WorkerHalf:
             self._touching += 1
         try:
             assert self._caches is not None
-            self._caches.gather(save.job.objects[index].blocks, out, save.after)
+            wanted = save.job.objects[index]
+            self._caches.of(wanted.kind).gather(wanted.blocks, out, save.after)
         finally:
             with self._changed:
                 self._touching -= 1

@@ -126,6 +126,11 @@ class Rig:
         """The shape of this engine's objects."""
         return self.engine.understood().geometry
 
+    @property
+    def shape(self) -> Shape:
+        """The same, as jobs have it."""
+        return Shape(self.geometry, (0, self.geometry.num_layers), 1)
+
     # --- jobs -----------------------------------------------------------------------------------------
 
     def stored(self, data: bytes, blocks: Sequence[int | None], node: int = 0) -> LoadObject:
@@ -155,7 +160,7 @@ class Rig:
         given = Jobs(
             [job for job in jobs if isinstance(job, LoadJob)],
             [job for job in jobs if isinstance(job, SaveJob)],
-            Shape(self.geometry, (0, self.geometry.num_layers), 1),
+            self.shape,
             [job for job in jobs if isinstance(job, LoadMore)],
         )
         self.worker.begin_saves(given)  # handle_preemptions

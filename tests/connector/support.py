@@ -196,6 +196,13 @@ class FakeControl:
 
         return self._later("lookup", work)
 
+    def present(self, keys: Sequence[Key]) -> "Future[Sequence[bool] | None]":
+        if not self.index_down:
+            return self._later("present", lambda: [key in self.node.objects for key in keys])
+        nobody: Future[Sequence[bool] | None] = Future()
+        nobody.set_result(None)
+        return nobody
+
     def _prefix(self, keys: Sequence[Key]) -> int:
         return next((n for n, key in enumerate(keys) if key not in self.node.objects), len(keys))
 
@@ -532,7 +539,7 @@ class Engine:
         self.worker = Worker(node, num_blocks, ranks)
         self.config = self._config(role, max_batched, max_seqs, num_blocks, prefix_caching, ahead, extra)
         self.config.parallel_config.world_size = ranks
-        self.kv_cache_config = kv_cache_config(num_blocks)
+        self.kv_cache_config = self._kv_cache_config(num_blocks)
         self.scheduler = self._scheduler(ahead)
         self.connector = self.scheduler.connector
         self.half = self._first_half()
@@ -571,6 +578,9 @@ class Engine:
         )
         cache.num_gpu_blocks = num_blocks
         return config
+
+    def _kv_cache_config(self, num_blocks: int) -> KVCacheConfig:
+        return kv_cache_config(num_blocks)
 
     def _scheduler(self, ahead: bool) -> Scheduler:
         def start(vllm_config: Any, cache_config: Any, config: Config, breaker: Breaker) -> SchedulerHalf:

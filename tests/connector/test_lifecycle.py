@@ -123,7 +123,6 @@ def full() -> FullAttentionSpec:
             lambda v, k: setattr(v, "speculative_config", SimpleNamespace(uses_draft_kv_cache=lambda: True)),
             "a draft model",
         ),
-        (lambda v, k: k.kv_cache_groups.append(KVCacheGroupSpec(["more"], full())), "2 KV cache groups"),
         (
             lambda v, k: k.kv_cache_groups.__setitem__(
                 0,
@@ -134,7 +133,7 @@ def full() -> FullAttentionSpec:
                     ),
                 ),
             ),
-            "SlidingWindowSpec",
+            "a model without attention over all tokens",
         ),
     ],
 )
@@ -146,7 +145,8 @@ def test_engines_that_are_not_understood(node, change, reason) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "reason"), [((), "a model without attention"), ((40, 16), "a model with 2 KV cache groups")]
+    ("sizes", "reason"),
+    [((), "a model without attention"), ((40, 16), "a model whose KV cache groups differ in block size")],
 )
 def test_a_model_that_is_not_understood_does_not_stop_the_engine(node, sizes, reason, caplog_vllm) -> None:
     """Mutant: chunk_tokens is compared with the block size of its first group, which is none of ours or not there."""

@@ -175,7 +175,10 @@ def test_blocks_that_nobody_may_write_are_our_bug(block: int) -> None:
             ),
             "SlidingWindowSpec",
         ),
-        (MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,)), "MambaSpec"),
+        (
+            MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,)),
+            "a recurrent state in cache mode none",
+        ),
     ],
 )
 def test_specs_that_are_not_understood(spec: Any, reason: str) -> None:
