@@ -23,12 +23,13 @@ from kvstore.core import Namespace
 from tests.hybrid.flipping import flip, objects_by_kind
 from tests.hybrid.models import MODELS, VOCABULARY
 from tests.hybrid.saboteur import ORDERS
+from tests.support import wait_until
 
 BLOCK, CHUNK, RETENTION = 128, 256, 512
 LENGTH = 1_500  # of a prompt: a tail of one block, a window and a chunk of local attention that end inside
 TOKENS = 16
 EXACT = 1e-3  # of a logprob: other orders of additions are that near; zeros in a kind are not
-SETTLED_S = 60.0
+SETTLED_S, QUIET_S = 60.0, 0.5
 
 
 class Said(NamedTuple):
@@ -62,15 +63,16 @@ class Node(NamedTuple):
 
     def settle(self) -> None:
         """Returns when nothing is being pushed any more."""
-        deadline, seen, since = time.monotonic() + SETTLED_S, -1.0, time.monotonic()
-        while time.monotonic() < deadline:
+        seen, since = -1.0, time.monotonic()
+
+        def settled() -> bool:
+            nonlocal seen, since
             now = self.gauge("kvstore_objects", tier="dram")
             if now != seen or self.gauge("kvstore_reservations"):
                 seen, since = now, time.monotonic()
-            elif time.monotonic() - since > 0.5:
-                return
-            time.sleep(0.05)
-        raise AssertionError("pushes do not come to an end")
+            return time.monotonic() - since > QUIET_S
+
+        wait_until(settled, SETTLED_S, "pushes to come to an end")
 
 
 class Player:
