@@ -3,38 +3,36 @@
 from pathlib import Path
 
 from kvstore.client import KVStore, Resident
-from kvstore.core import Key, Manifest, Namespace
+from kvstore.core import Key, Namespace, chunk_key
 
 
 def objects_by_kind(control: str, views: list[dict[str, object]]) -> dict[int, list[Key]]:
-    """The keys of a node's objects (as /v1/objects shows them), by kind; of one namespace."""
+    """The keys of a node's objects (as /v1/objects shows them), by kind; of one namespace.
+
+    What is the key of a piece of another is one; size and table may not tell.
+    """
     [name] = {str(view["namespace"]) for view in views}
-    namespace = Namespace(bytes.fromhex(name))
+    with KVStore(control, transfer="shm") as store:
+        manifest = store.manifest(Namespace(bytes.fromhex(name)))
+    assert manifest is not None, "the index has lost the namespace"
+    keys = [Key(bytes.fromhex(str(view["key"]))) for view in views]
+    pieces = {
+        chunk_key(parent, (), [("kind", kind.name, number)]): number
+        for parent in keys
+        for number, kind in enumerate(manifest.kinds, 1)
+    }
     found: dict[int, list[Key]] = {}
-    with KVStore(control) as store:
-        manifest = store.manifest(namespace)
-        assert manifest is not None, "the index has lost the namespace"
-        store.open(manifest)
-        for view in views:
-            key = Key(bytes.fromhex(str(view["key"])))
-            promise = store._loop.run(store._client.acquire(namespace, [key], 5.0))
-            answer = promise.copies[0].answer
-            assert isinstance(answer, Resident)
-            found.setdefault(kind_of(manifest, answer.size_bytes, len(answer.table)), []).append(key)
-            store._loop.run(store._client.release(promise))
+    for key in keys:
+        found.setdefault(pieces.get(key, 0), []).append(key)
     return found
-
-
-def kind_of(manifest: Manifest, size_bytes: int, table_bytes: int) -> int:
-    """Of which kind an object is, by its size and table."""
-    geometry = manifest.object_kinds.geometry_of(size_bytes, table_bytes)
-    assert geometry is not None, "no object is like that"
-    return manifest.object_kinds.geometries.index(geometry)
 
 
 def flip(control: str, pid: int, namespace: Namespace, keys: list[Key]) -> None:
     """A bit in the middle of the first page of each of these objects."""
-    with KVStore(control) as store, Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
+    with (
+        KVStore(control, transfer="shm") as store,
+        Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory,
+    ):
         manifest = store.manifest(namespace)
         assert manifest is not None, "the index has lost the namespace"
         store.open(manifest)
