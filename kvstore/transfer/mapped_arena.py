@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstore.core import limits
 from kvstore.transfer.arena_socket import Handed
+from kvstore.transfer.base import Piece
 
 _MADV_DONTFORK, _MADV_POPULATE_READ = 10, 22
 _SLICE_BYTES = 16 * limits.MIB
@@ -36,6 +37,7 @@ class MappedArena:
         finally:
             os.close(handed.fd)
         self.address = np.frombuffer(self._map, np.uint8).ctypes.data
+        self._populated = bytearray(-(-self.size_bytes // _SLICE_BYTES))
         # A child of this process has no use for it, and would keep the memory of a node that is gone.
         _libc.madvise(self.address, self.size_bytes, _MADV_DONTFORK)
 
@@ -45,14 +47,23 @@ class MappedArena:
         return self.address + offset if 0 <= offset <= self.size_bytes - size_bytes else None
 
     def slices(self) -> range:
-        """Offsets for `populate`."""
-        return range(0, self.size_bytes, _SLICE_BYTES)
+        """Numbers for `populate`."""
+        return range(len(self._populated))
 
-    def populate(self, offset: int) -> None:
+    def populate(self, number: int) -> None:
         """Has the kernel enter the pages of a slice into this process's tables: what a first touch would wait for.
         Older kernels cannot; then first touches do it."""
-        size = min(_SLICE_BYTES, self.size_bytes - offset)
-        _libc.madvise(self.address + offset, size, _MADV_POPULATE_READ)
+        if not self._populated[number]:
+            offset = number * _SLICE_BYTES
+            size = min(_SLICE_BYTES, self.size_bytes - offset)
+            _libc.madvise(self.address + offset, size, _MADV_POPULATE_READ)
+            self._populated[number] = True
+
+    def populate_for(self, piece: Piece) -> None:
+        """As `populate`, for what a piece is about to touch: page by page it would take several times as long."""
+        first = piece.remote_address - self.base
+        for number in range(first // _SLICE_BYTES, (first + piece.size_bytes - 1) // _SLICE_BYTES + 1):
+            self.populate(number)
 
     def close(self) -> None:
         """Unmaps it. Nobody may be copying."""

@@ -37,6 +37,7 @@ REACH_S = 1.0
 TRY_AGAIN_S = 10.0
 THREADS = 2
 _CLOSE_S = 10.0
+_YIELD_S = 0.005
 
 assert LIVES_S < limits.HOLD_S, "a copy that goes on late must find its pages held"
 
@@ -276,11 +277,14 @@ class SharedMemoryTransfer:
             self._changed.notify_all()
 
     def _keep(self, arena: MappedArena) -> None:
-        """Until the connection ends. Before the first copies come along, their page faults are taken away."""
-        for offset in arena.slices():
+        """Until the connection ends. While nothing is copied, the page faults of later copies are taken away."""
+        for number in arena.slices():
+            with self._changed:
+                while any(peer.busy for peer in self._peers.values()):
+                    self._changed.wait(_YIELD_S)
             if has_ended(arena.connection):
                 return
-            arena.populate(offset)
+            arena.populate(number)
         with suppress(OSError):
             arena.connection.recv(1)
 
@@ -313,6 +317,9 @@ class SharedMemoryTransfer:
             addresses = self._begin(moving, piece)
             if addresses is None:
                 return
+            arena = moving.peer.arena
+            assert arena is not None, "it stays as long as a piece is being copied"
+            arena.populate_for(piece)
             self._move(*addresses, piece.size_bytes)
             self._end(moving, piece.size_bytes)
         with self._changed:

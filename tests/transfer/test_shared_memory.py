@@ -29,11 +29,13 @@ from kvstore.transfer import (
     AutoTransfer,
     InProcessNetwork,
     InProcessTransfer,
+    Piece,
     SharedMemoryTransfer,
     Status,
     Transfer,
 )
 from kvstore.transfer.arena_socket import Handed, ask_for_arena
+from kvstore.transfer.mapped_arena import MappedArena
 from kvstore.transfer.shared_memory import PIECE_BYTES_MAX
 from tests.contracts.transfer import SIZE, Rig, TransferSuite
 from tests.contracts.transfer_memory import Memory
@@ -174,6 +176,14 @@ def mappings() -> list[str]:
     return [f"{part.split()[1]} {part.split('VmFlags:')[1]}" for part in heads if "kvstore-arena" in part]
 
 
+def resident_bytes(address: int) -> int:
+    """How much of a mapping is in this process's page tables."""
+    text = Path("/proc/self/smaps").read_text()
+    found = re.search(rf"^{address:x}-.*?^Rss: +(\d+) kB", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return int(found[1]) << 10
+
+
 @pytest.mark.process
 def test_a_reader_cannot_write_and_a_child_gets_nothing(peer: SharedMemoryRig) -> None:
     before = mappings()
@@ -183,6 +193,16 @@ def test_a_reader_cannot_write_and_a_child_gets_nothing(peer: SharedMemoryRig) -
     assert " dc " in f" {mapped} ", "a child would keep the arena"
     with handed_by(peer.segment) as handed, pytest.raises(PermissionError):
         mmap.mmap(handed.fd, SIZE, prot=mmap.PROT_WRITE)
+
+
+@pytest.mark.process
+def test_what_a_piece_will_touch_is_entered_before(peer: SharedMemoryRig) -> None:
+    """Over the edge of two slices: both, and nothing else."""
+    arena = MappedArena(ask_for_arena(peer.segment, b"", writing=True), writing=True)
+    edge = 16 * MIB
+    arena.populate_for(Piece(0, arena.base + edge - 1, 2))
+    assert resident_bytes(arena.address) == 2 * edge
+    arena.close()
 
 
 @pytest.mark.process
