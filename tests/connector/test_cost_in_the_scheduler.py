@@ -120,6 +120,24 @@ def test_what_is_in_dram_is_loaded_and_what_is_on_a_slow_disk_is_computed(node) 
     engine.assert_nothing_left()
 
 
+def test_what_is_not_loaded_is_given_back_at_once(node) -> None:
+    """Mutant: it stays leased until the load is over; or, where nothing is loaded, until the lease runs out."""
+    stored(node, range(8))
+    engine = reader(node, PREFILL * 10)
+    engine.disk_rate = PREFILL / 10
+    node.on_disk = {key for n, key in enumerate(node.objects) if n % CHUNKS >= 2}
+    for n in range(7):
+        pulled_tokens(engine, f"r{n}", n)
+    engine.worker.hold_loads = True
+    engine.submit("r7", prompt(7, TOKENS))
+    engine.step()
+    [leased] = node.leases.values()
+    assert leased == list(node.objects)[7 * CHUNKS :][:2]
+    engine.worker.hold_loads = False
+    engine.run()
+    engine.assert_nothing_left()
+
+
 # --- whence tokens came -------------------------------------------------------------------------------
 
 

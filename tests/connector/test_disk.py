@@ -5,6 +5,7 @@ The fake worker asserts that every object it reads is leased and in DRAM, the fa
 
 import pytest
 
+from connector.metadata import Rank
 from kvstore.core import MissReason
 from tests.connector.support import BLOCK, CHUNK, Engine, Node, prompt
 
@@ -44,6 +45,23 @@ def test_a_prompt_larger_than_the_node_s_memory_streams_through_it(node, answer,
     assert len(engine.worker.seen_loads) == 1
     assert engine.half.shared.stats.loads_failed == 0
     engine.assert_nothing_left()
+
+
+def test_nothing_is_given_back_before_all_ranks_have_read_it(node, answer) -> None:
+    """Mutant: what the first rank has read. The other one reads pages that may hold anything by then."""
+    engine = Engine(node, ranks=2)
+    engine.worker.hold_loads = True
+    engine.submit("b", TEXT)
+    engine.step()
+    [leased] = node.leases.values()
+    everything = list(leased)
+    engine.half.loads.progressed(0, {Rank(0, 0): 3})
+    assert leased == everything
+    engine.half.loads.progressed(0, {Rank(0, 1): 1})
+    assert leased == everything[1:]
+    engine.half.loads.progressed(0, {Rank(0, 1): 3})
+    assert leased == everything[3:]
+    engine.half.loads.progressed(77, {Rank(0, 1): 3})  # of a job that is over
 
 
 def test_others_are_computed_while_a_request_s_objects_come(node, answer) -> None:
