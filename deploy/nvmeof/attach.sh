@@ -13,9 +13,11 @@ FAST_IO_FAIL_S=${FAST_IO_FAIL_S:-2}  # from then on I/O fails instead of waiting
 CTRL_LOSS_S=${CTRL_LOSS_S:--1}       # when the device is given up; -1: never, it comes back with the link
 WAIT_S=${WAIT_S:-10}                 # for the block device to appear
 QUEUES=${QUEUES:-}                   # I/O queues; empty: one for each core
+OWNER=${OWNER:-}                     # the user whose the block device is to be; empty: as udev made it
 HOST_NQN=${HOST_NQN:-}               # where the target asks for a certain host; empty: /etc/nvme/hostnqn
 HOST_ID=${HOST_ID:-}
 SYS=${SYS:-/sys}
+DEV=${DEV:-/dev}
 
 die() { printf 'attach: %s\n' "$*" >&2; exit 1; }
 
@@ -96,4 +98,5 @@ set_time fast_io_fail_tmo "$FAST_IO_FAIL_S"
 set_time reconnect_delay "$RECONNECT_S"
 set_time ctrl_loss_tmo "$CTRL_LOSS_S"
 device=$(wait_for "a namespace of $nqn" block_device)
+[[ -z $OWNER ]] || chown "$OWNER" "$DEV/$device" || die "/dev/$device cannot be given to $OWNER"
 printf '/dev/%s\n' "$device"

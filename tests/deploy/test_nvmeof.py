@@ -34,6 +34,7 @@ echo "traddr=$traddr,trsvcid=$trsvcid,src_addr=10.0.0.9" >"$folder/address"
 echo "$delay" >"$folder/reconnect_delay"; echo "${loss/#-1/off}" >"$folder/ctrl_loss_tmo"
 [[ -n ${OLD_KERNEL:-} ]] || echo off >"$folder/fast_io_fail_tmo"
 [[ -n ${NO_NAMESPACE:-} ]] || echo "$nqn" >"$disk/device/subsysnqn"
+touch "$DEV/nvme4n1"
 """
 
 
@@ -143,6 +144,17 @@ def test_variables_override(host) -> None:
         "--keep-alive-tmo=3 --reconnect-delay=4 --ctrl-loss-tmo=60 --nr-io-queues=8 --hostnqn=nqn.host --hostid=id"
     )
     assert (host.attribute("fast_io_fail_tmo"), host.attribute("ctrl_loss_tmo")) == ("7", "60")
+
+
+def test_the_device_is_given_to_the_nodes_user(host) -> None:
+    (host.root / "bin/chown").write_text(
+        '#!/bin/bash\necho "chown $*" >>"$CALLS"\n[[ $1 != nobody-at-all ]]\n'
+    )
+    (host.root / "bin/chown").chmod(0o755)
+    assert host.run("attach.sh", "tcp", "10.0.0.5", NQN, OWNER="kvstore").returncode == 0
+    assert host.called()[-1] == f"chown kvstore {host.root}/dev/nvme4n1"
+    done = host.run("attach.sh", "tcp", "10.0.0.5", NQN, OWNER="nobody-at-all")
+    assert done.returncode == 1 and "cannot be given to nobody-at-all" in done.stderr
 
 
 @pytest.mark.parametrize(

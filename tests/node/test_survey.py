@@ -160,6 +160,15 @@ def test_somebody_elses_blank_and_foreign_devices_fail(tmp_path) -> None:
     assert gone.state is State.FAIL and "not there" in gone.text and "attach" in gone.remedy
 
 
+def test_a_device_of_another_user_is_told(tmp_path, monkeypatch) -> None:
+    """Root may do everything, so the kernel's answer is another one here."""
+    disk = made(tmp_path / "disk")
+    monkeypatch.setattr("os.access", lambda path, _: path != str(disk))
+    finding = device_finding(disk)
+    assert finding.state is State.FAIL
+    assert "may not read and write it" in finding.text and "udev" in finding.remedy
+
+
 def test_a_device_in_use_is_told_with_its_user(tmp_path) -> None:
     disk = made(tmp_path / "disk")
     user = FileDevice.open(str(disk))

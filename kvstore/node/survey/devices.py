@@ -49,6 +49,13 @@ def _survey_device(section: NvmeSection, node: str) -> Finding:
         return fail(
             subject, "it is not there", "attach it (deploy/nvmeof/attach.sh), or see `lsblk` for its name"
         )
+    if not os.access(path, os.R_OK | os.W_OK):
+        return fail(
+            subject,
+            "this user may not read and write it",
+            f"chown USER {path}; so that it stays: OWNER=USER for deploy/nvmeof/attach.sh, or a udev rule (see "
+            "deploy/systemd/kvstore.service)",
+        )
     try:
         device = FileDevice.open(path)
     except DeviceRefused as error:
