@@ -30,8 +30,6 @@ test-matrix: setup ## Real vLLM engines of different TP and PP feed each other; 
 test-hybrid: setup ## Real vLLM with tiny models of several kinds of KV: windows, local attention, states; a quarter of an hour
 	$(PY) -m tests.hybrid.stage
 
-test-nvmeof: setup ## NVMe tier on a real NVMe/TCP device in a virtual machine, its link cut; two minutes
-
 test-nvmeof: setup ## NVMe tier on a real NVMe/TCP device in a virtual machine, its link cut; three minutes
 	$(PY) -m tests.nvmeof
 
