@@ -30,7 +30,7 @@ BLOCK, CHUNK, RETENTION = 128, 256, 512
 LENGTH = 1_500  # of a prompt: a tail of one block, a window and a chunk of local attention that end inside
 TOKENS = 16
 EXACT = 1e-3  # of a logprob: other orders of additions are that near; zeros in a kind are not
-SETTLED_S, QUIET_S, FOUND_S = 60.0, 0.5, 30.0
+SETTLED_S, QUIET_S, FOUND_S = 60.0, 1.5, 30.0
 
 
 class Said(NamedTuple):
