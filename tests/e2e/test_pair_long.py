@@ -35,7 +35,8 @@ DECODE = ("decode-1", "decode-2")
 def fleet(model_path: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     logs = tmp_path_factory.mktemp("pair")
     names = ("prefill", *DECODE)
-    with running_fleet(model_path, repository, logs, names, DECODE, handoff_wait_s=HANDOFF_WAIT_S) as running:
+    settings = {"transfer": "mooncake", "write_back": True, "handoff_wait_s": HANDOFF_WAIT_S}
+    with running_fleet(model_path, repository, logs, names, DECODE, **settings) as running:
         yield running
 
 
