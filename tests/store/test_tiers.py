@@ -52,16 +52,23 @@ class Tiers(World):
     def put_all(self, names: str) -> None:
         """Stores a chain, one object at a time, waiting for room where there is none."""
         for at in range(len(names)):
-            grant: object = None
-            for _ in range(100):
-                (grant,) = self.store.reserve(ANN, NAMESPACE, items(names)[at : at + 1], 30.0)
-                if not isinstance(grant, Refused):
-                    break
-                self.carry()
-                self.after(0.1)
-            assert isinstance(grant, Granted), f"{names[at]}: {grant}"
-            self.commit(ANN, {names[at]: grant}, ZEROS)
+            self.put_at(names, at)
+
+    def put_at(self, names: str, at: int) -> None:
+        grant: object = None
+        for _ in range(100):
+            (grant,) = self.store.reserve(ANN, NAMESPACE, items(names)[at : at + 1], 30.0)
+            if not isinstance(grant, Refused):
+                break
+            self.carry()
             self.after(0.1)
+        assert isinstance(grant, Granted), f"{names[at]}: {grant}"
+        self.commit(ANN, {names[at]: grant}, ZEROS)
+        self.after(0.1)
+
+    def put_all_of(self, names: str) -> None:
+        """Stores the last object of a chain whose others are there."""
+        self.put_at(names, len(names) - 1)
 
     def carry(self) -> None:
         self.carrier.all()
@@ -309,6 +316,21 @@ def test_a_dropped_key_is_not_put_twice_on_a_device() -> None:
     world.release(BOB)
     world.carry()
     assert world.disks[0].records == {}
+
+
+def test_a_parent_on_nvme_stays_while_its_child_is_in_dram() -> None:
+    """Mutant: `Nvme._is_evictable` does not ask for children in DRAM."""
+    world = Tiers(disk_chunks=2)
+    world.put_all("a")
+    for name in "stuv":
+        world.put_all(name)
+    assert world.where("a") == "n"
+    world.put_all_of("ab")
+    assert isinstance(world.acquire(BOB, "b", duration_s=BEYOND)[0], Resident)
+    for name in "klmnopq":
+        world.put_all(name)
+    assert world.where("ab") == "nd"
+    assert world.totals.evicted > 0
 
 
 def test_prefetch_promotes_without_a_lease_and_evicts_nothing_leased() -> None:
