@@ -55,7 +55,7 @@ class Adopting:
         listed = self._listing.objects.get(record.key)
         if listed is not None and listed.nvme == placed:
             return
-        if listed is not None or not namespace.kinds.allow(record.size_bytes):
+        if listed is not None or not namespace.allows(record.size_bytes):
             placed.disk.delete(record)
             return
         found = Object(record.key, record.parent, record.depth, namespace, record.size_bytes)

@@ -39,6 +39,10 @@ class OpenNamespace:
         self._page_bytes = page_bytes
         self._pages: dict[int, int] = {}  # size of an object -> its pages
 
+    def allows(self, size_bytes: int) -> bool:
+        """Whether objects of this namespace may have this size."""
+        return size_bytes in self._pages or self.kinds.allow(size_bytes)
+
     def pages_of(self, size_bytes: int) -> int:
         """Pages of an object of this size.
 
