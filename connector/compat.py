@@ -73,6 +73,7 @@ __all__ = [
     "unsupported_spec",
     "uses_mla",
     "was_aborted",
+    "was_preempted",
     "worker_rank",
 ]
 
@@ -101,6 +102,11 @@ def was_aborted(request: Any) -> bool:
     """Whether a finished request ended early: its client left, it was refused, or it failed."""
     early = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
     return request.status in early
+
+
+def was_preempted(request: Any) -> bool:
+    """Whether it asks again because its blocks were taken from it; vLLM counts such queries apart."""
+    return int(request.num_preemptions) > 0
 
 
 def _sleeps(vllm_config: Any) -> bool:

@@ -23,7 +23,7 @@ from connector.compat import (
 from connector.config import Config, read_config
 from connector.guard import Breaker, harmless
 from connector.metadata import Handshake, Jobs, Reports
-from connector.metrics import EngineStats, PromMetrics, prom_metrics
+from connector.metrics import EngineStats, PromMetrics, prom_metrics, with_step
 
 log = logger(__name__)
 
@@ -106,11 +106,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- scheduler half -------------------------------------------------------------------------------
 
-    @harmless(_nothing)
+    @harmless(_nothing, timed=False)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduler.bind_gpu_block_pool(gpu_block_pool)
 
-    @harmless(_nothing)
+    @harmless(_nothing, timed=False)
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self._scheduler.shake_hands(metadata)
 
@@ -154,7 +154,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_push_work()
 
-    @harmless(_not_reset)
+    @harmless(_not_reset, timed=False)
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset_cache()
 
@@ -166,19 +166,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- worker half ----------------------------------------------------------------------------------
 
-    @harmless(_nothing)
+    @harmless(_nothing, timed=False)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker.register_kv_caches(kv_caches)
 
-    @harmless(lambda: Handshake(unsupported="the worker's half of the connector has failed"))
+    @harmless(lambda: Handshake(unsupported="the worker's half of the connector has failed"), timed=False)
     def get_handshake_metadata(self) -> Handshake:
         return self._worker.get_handshake_metadata()
 
-    @harmless(_nothing)
+    @harmless(_nothing, timed=False)
     def unregister_kv_caches(self) -> None:
         self._worker.leave_blocks()
 
-    @harmless(_nothing)
+    @harmless(_nothing, timed=False)
     def restore_kv_caches(self) -> None:
         self._worker.return_to_blocks()
 
@@ -221,7 +221,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     @harmless(_no_stats)
     def get_kv_connector_stats(self) -> EngineStats | None:
         scheduling = self._role is KVConnectorRole.SCHEDULER
-        return self._scheduler.take_stats() if scheduling else None
+        counted = self._scheduler.take_stats() if scheduling else None
+        return with_step(counted, self.breaker.take_spent_s())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EngineStats:
@@ -239,6 +240,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- both -----------------------------------------------------------------------------------------
 
-    @harmless(_nothing)
+    @harmless(_nothing, timed=False)
     def shutdown(self) -> None:
         (self._scheduler if self._role is KVConnectorRole.SCHEDULER else self._worker).shutdown()

@@ -8,10 +8,12 @@ lookups, no saves), while what is under way is still brought to its end.
 """
 
 import functools
+import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import ParamSpec, TypeVar
 
 from connector.compat import logger
 
@@ -32,6 +34,26 @@ class Breaker:
         self.errors: Counter[str] = Counter()
         self._clock = clock
         self._recent: deque[float] = deque(maxlen=ERRORS_MAX)
+        self._spent_s = 0.0
+        self._inside = False
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Counts the time inside, once where such are nested. Of the engine's thread alone."""
+        if self._inside:
+            yield
+            return
+        self._inside, began = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._inside = False
+            self._spent_s += time.perf_counter() - began
+
+    def take_spent_s(self) -> float:
+        """Seconds inside since the last call."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
 
     def trip(self, where: str, error: Exception) -> None:
         """One error of ours, caught in the hook `where`."""
@@ -58,17 +80,21 @@ class Breaker:
             )
 
 
-def harmless(answer: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a hook answer `answer()` instead of raising. Its object has a `breaker`."""
+def harmless(answer: Callable[[], R], *, timed: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a hook answer `answer()` instead of raising. Its object has a `breaker`.
+
+    `timed`: it belongs to the engine's steps, which wait for it.
+    """
 
     def decorate(hook: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(hook)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-            owner: Any = args[0]
+            breaker: Breaker = args[0].breaker  # type: ignore[attr-defined]
             try:
-                return hook(*args, **kwargs)
+                with breaker.timed() if timed else nullcontext():
+                    return hook(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the reason is the subject of this file
-                owner.breaker.trip(hook.__name__, error)
+                breaker.trip(hook.__name__, error)
                 return answer()
 
         return guarded

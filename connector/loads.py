@@ -4,7 +4,7 @@ A job, once the scheduler waits for it, always goes to the worker half, whatever
 has no deadline of its own, and tokens that nobody loads must be reported as failed, never pass for loaded.
 A chunk that the engine has in part is read and verified whole, but only its missing blocks are written.
 A load that failed is remembered: nothing is promised to that request again. A rank that does not report costs its
-request, but not the lease.
+request, but neither the lease nor memory.
 
 Objects on NVMe are promoted while the load is under way: the job names all of its objects, and where they are follows
 in `LoadMore`, as they come into DRAM. What all ranks have read is given back, which makes room for the next.
@@ -34,7 +34,8 @@ class _Load:
     """A job at the workers: it brings the tokens [start, stop), until `ends_s`.
 
     `arrivals` is what of it comes from NVMe (`on_disk`); `coming` are those that have not come yet. `read` says how
-    many objects each rank has read; those before `given_back` are not leased any more.
+    many objects each rank has read; those before `given_back` are not leased any more. `counts`: it does, as one load
+    of each request does.
     """
 
     state: RequestState
@@ -42,7 +43,8 @@ class _Load:
     start: int
     stop: int
     reason: MissReason | None
-    ends_s: float = 0.0
+    ends_s: float
+    counts: bool
     links: tuple[Link, ...] = ()
     objects: list[Promised] = field(default_factory=list)
     reports: list[LoadReport] = field(default_factory=list)
@@ -93,7 +95,8 @@ class Loads:
         """The scheduler allocated blocks (all of the request's, by group) for `num_tokens` promised tokens."""
         job, self._next_job = self._next_job, self._next_job + 1
         start = ask.computed or 0
-        load = _Load(state, ask.lease, start, start + num_tokens, ask.reason)
+        counts = not state.was_preempted
+        load = _Load(state, ask.lease, start, start + num_tokens, ask.reason, self._clock(), counts)
         self._jobs[job] = load
         state.load = job
         try:
@@ -220,21 +223,20 @@ class Loads:
         load.given_back = max(load.given_back, done)
 
     def tick(self) -> None:
-        """Gives back the leases of loads that some rank does not report in time."""
+        """Gives up loads that some rank does not report in time: as if nothing had come."""
         now = self._clock()
-        for load in self._jobs.values():
-            if load.lease is not None and now > load.ends_s + LATE_S:
-                self._leases.release(load.lease)
-                load.lease = None
-                load.stop_coming()
-                line = f"request {load.state.request_id}: a worker does not report its load"
-                self._stats.say_once("no report", f"{line}; its lease is given back")
+        for job in [job for job, load in self._jobs.items() if now > load.ends_s + LATE_S]:
+            load = self._jobs.pop(job)
+            line = f"request {load.state.request_id}: a worker does not report its load"
+            self._stats.say_once("no report", f"{line}; its lease is given back")
+            load.reports.append(LoadReport(0, MissReason.TOO_SLOW))
+            self._settle(load)
 
     def reported(self, job: int, reports: Sequence[LoadReport]) -> None:
         """What ranks say of a job. Only the first report of every rank counts."""
         load = self._jobs.get(job)
         if load is None:
-            self._stats.say_once("late load", f"load {job} was reported twice by a rank; ignored")
+            self._stats.say_once("late load", f"load {job} was reported late or twice by a rank; ignored")
             return
         load.reports.extend(reports)
         if len(load.reports) >= self._world_size:
@@ -267,6 +269,8 @@ class Loads:
         self._stats.loaded(load.reports)
         self._stats.loads += 1
         self._stats.loads_failed += failed
+        if not load.counts:
+            return
         self._stats.count(
             ReportLine(
                 load.state.request_id,

@@ -1,8 +1,8 @@
 """The connector in vLLM's own `/metrics` and in its periodic log line.
 
 The scheduler half counts between steps (`EngineStats`), vLLM carries the counts to the frontend, which may be
-another process, and there they go into Prometheus (`PromMetrics`). Workers count nothing here: what they measure
-comes with their reports. A frontend does not die of a payload that it does not understand.
+another process, and there they go into Prometheus (`PromMetrics`). Workers count only how long steps wait for them:
+what else they measure comes with their reports. A frontend does not die of a payload that it does not understand.
 """
 
 import time
@@ -15,6 +15,7 @@ from connector.compat import Counter, Gauge, Histogram, KVConnectorPromMetrics, 
 from connector.guard import Breaker, harmless
 
 OBSERVATIONS_MAX = 4_096  # per stage between two questions; more are not counted
+STEP_MIN_S = 0.0001
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 
 
@@ -49,7 +50,8 @@ GAUGES = {
 HISTOGRAMS = {
     "seconds": Metric(
         "lookup, lease, reserve, commit: a question to the store. read: until a load's last byte has come; "
-        "load, save: from job to report, on the slowest worker.",
+        "load, save: from job to report, on the slowest worker. step: what a step of the engine spends in the "
+        "connector, in the scheduler and in each worker, from 0.1 ms on.",
         "stage",
     ),
 }
@@ -113,6 +115,15 @@ class EngineStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
         return not self.data
+
+
+def with_step(counted: EngineStats | None, spent_s: float) -> EngineStats | None:
+    """Adds what a step has spent in the connector, if that is worth a word."""
+    if spent_s < STEP_MIN_S:
+        return counted
+    stats = EngineStats() if counted is None else counted
+    stats.observe("step", spent_s)
+    return stats
 
 
 class PromMetrics(KVConnectorPromMetrics):

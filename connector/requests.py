@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from connector.compat import was_preempted
 from connector.control import Found, Promise
 from connector.growth import Growth
 from connector.hints import Hints
@@ -122,6 +123,11 @@ class RequestState:
     def request_id(self) -> str:
         """vLLM's name of the request."""
         return str(self.request.request_id)
+
+    @property
+    def was_preempted(self) -> bool:
+        """Whether it asks again because its blocks were taken from it."""
+        return was_preempted(self.request)
 
     @property
     def prompt_tokens(self) -> int:

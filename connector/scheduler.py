@@ -210,7 +210,7 @@ class SchedulerHalf:
             self.loads.start(state, ask, blocks.get_block_ids(), num_external_tokens)
             return
         self.asks.close(ask)
-        if ask.computed is not None:
+        if ask.computed is not None and not state.was_preempted:
             queried = state.prompt_tokens - ask.computed
             self.shared.stats.count(ReportLine(state.request_id, queried, 0, 0, ask.reason))
 

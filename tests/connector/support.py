@@ -617,7 +617,8 @@ class Engine:
             extra_args={"kv_transfer_params": params} if params else None,
             skip_reading_prefix_cache=skip,
         )
-        request = Request(name, list(prompt), sampling, None, block_hasher=_made["hasher"], **more)
+        words = None if "prompt_embeds" in more else list(prompt)
+        request = Request(name, words, sampling, None, block_hasher=_made["hasher"], **more)
         self.tokens[name] = []
         self.model_tokens[name] = list(prompt)
         self.scheduler.add_request(request)
@@ -719,14 +720,17 @@ class Engine:
 
 
 def kv_of(request: Any, tokens: Sequence[int]) -> list[bytes]:
-    """The KV of each token: a digest of everything before it that changes it."""
+    """The KV of each token: a digest of everything before it that changes it, and of all that must not be shared."""
     lora = request.lora_request.lora_name if request.lora_request else ""
-    state = hashlib.sha256(
-        repr((lora, [(f.identifier, f.mm_position.offset) for f in request.mm_features])).encode()
-    )
+    images = {f.mm_position.offset: f.identifier for f in request.mm_features}
+    state = hashlib.sha256(repr((lora, request.cache_salt)).encode())
+    embeds = [] if request.prompt_embeds is None else request.prompt_embeds.tolist()
     values = []
-    for token in tokens:
+    for position, token in enumerate(tokens):
         state.update(int(token).to_bytes(4, "little"))
+        state.update(images.get(position, "").encode())
+        if position < len(embeds):
+            state.update(repr(embeds[position]).encode())
         values.append(state.digest())
     return values
 

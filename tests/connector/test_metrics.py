@@ -1,6 +1,7 @@
 """The connector in vLLM's own metrics: what is counted arrives, through vLLM's own carriers, and harms nobody."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +13,18 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from connector import KVStoreConnector
+from connector.guard import Breaker
 from connector.metadata import SaveJob, SaveObject
-from connector.metrics import COUNTERS, GAUGES, HISTOGRAMS, OBSERVATIONS_MAX, PREFIX, EngineStats
+from connector.metrics import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    OBSERVATIONS_MAX,
+    PREFIX,
+    STEP_MIN_S,
+    EngineStats,
+    with_step,
+)
 from connector.stats import Cause
 from kvstore.core import Key, MissReason
 from tests.connector.support import BLOCK, CHUNK, Engine, Node, prompt
@@ -183,10 +194,30 @@ def test_within_a_multi_connector(caplog_vllm) -> None:
     assert "Pulled tokens" in said[0]
 
 
-def test_workers_have_nothing_to_tell() -> None:
+def test_workers_tell_what_their_steps_spend_and_nothing_else(monkeypatch) -> None:
+    """Hooks that call each other count once. Mutants: only the last hook counts; the inner one counts again."""
+    now = iter([1.0, 1.25, 2.0, 2.5, *range(3, 20)])
+    monkeypatch.setattr("connector.guard.time.perf_counter", lambda: next(now))
     worker = KVStoreConnector.__new__(KVStoreConnector)
-    worker._role, worker.off = None, False
+    worker._role, worker.breaker = None, Breaker(lambda: 0.0)
     assert worker.get_kv_connector_stats() is None
+    worker.breaker.take_spent_s()
+    worker._worker = SimpleNamespace(
+        get_block_ids_with_load_errors=lambda: {1},
+        build_connector_worker_meta=worker.get_block_ids_with_load_errors,
+    )
+    assert worker.build_connector_worker_meta() == {1}
+    worker.save_kv_layer("layer", None, None)
+    told = worker.get_kv_connector_stats()
+    assert told is not None
+    assert told.data == {"seconds": {"step": [0.5 + 1.0]}}
+
+
+def test_a_step_that_spends_next_to_nothing_is_not_told() -> None:
+    assert with_step(None, STEP_MIN_S / 2) is None
+    counted = EngineStats()
+    assert with_step(counted, STEP_MIN_S / 2) is counted
+    assert counted.is_empty()
 
 
 def test_the_documentation_lists_them_all(repository) -> None:

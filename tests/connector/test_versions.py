@@ -22,6 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 import connector
 from connector.bystander import bystander
 from connector.connector import KVStoreConnector
+from connector.metrics import EngineStats, PromMetrics
 from connector.versions import VERSIONS, unsupported_version
 from deploy.dev.vllm_api import CONNECTOR, Facts, facts, of_folder
 from tests.connector.support import CHUNK, Engine, Node, prompt
@@ -46,7 +47,8 @@ READ = {
     "vllm.config.vllm.VllmConfig": "cache_config compilation_config load_config model_config parallel_config "
     "speculative_config",
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_hash is_null ref_cnt",
-    "vllm.v1.core.sched.output.SchedulerOutput": "kv_connector_block_state num_scheduled_tokens",
+    "vllm.v1.core.sched.output.SchedulerOutput": "kv_connector_block_state num_scheduled_tokens "
+    "scheduled_spec_decode_tokens",
     "vllm.v1.kv_cache_interface.AttentionSpec": "kv_quant_mode num_head_slots page_size_padded state_content_bytes",
     "vllm.v1.kv_cache_interface.FullAttentionSpec": "attention_chunk_size non_causal sliding_window",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "kv_cache_groups num_blocks",
@@ -55,7 +57,8 @@ READ = {
     "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs": "kv_cache_specs",
     "vllm.v1.outputs.KVConnectorOutput": "invalid_block_ids kv_connector_worker_meta",
     "vllm.v1.request.Request": "all_token_ids cache_salt kv_transfer_params lora_request mm_features "
-    "num_computed_tokens num_prompt_tokens prompt_embeds request_id resumable skip_reading_prefix_cache status",
+    "num_computed_tokens num_preemptions num_prompt_tokens prompt_embeds request_id resumable "
+    "skip_reading_prefix_cache status",
     "vllm.v1.request.RequestStatus": "FINISHED_ABORTED FINISHED_ERROR FINISHED_IGNORED",
     f"{CONNECTOR}.v1.base.KVConnectorTransferResults": "finished_recving",
 }
@@ -120,6 +123,16 @@ def test_each_overridden_hook_is_declared_as_this_release_calls_it(release) -> N
     assert set(ours) - set(hooks) == missing
     theirs = {name: hooks[name].replace(" @abstractmethod", "") for name in ours if name in hooks}
     assert {name: words for name, words in ours.items() if name not in missing} == theirs
+
+
+@release_of
+def test_metrics_are_declared_as_this_release_calls_them(release) -> None:
+    for ours, name in ((EngineStats, "KVConnectorStats"), (PromMetrics, "KVConnectorPromMetrics")):
+        theirs = RELEASES[release]["methods"][f"{CONNECTOR}.v1.metrics.{name}"]
+        both = [method for method in theirs if method in vars(ours) and method != "__init__"]
+        assert both
+        for method in both:
+            assert declared(ours, method) == theirs[method], method
 
 
 @release_of
