@@ -24,30 +24,67 @@ HOST = "127.0.0.1"
 START_S = 60.0
 
 
-class MooncakeStore:
-    """The three processes. `checked`: with the checksums that Mooncake Store can make, and does not by default."""
+class MooncakePool:
+    """A master, and a process that owns the memory. `checked`: with checksums, which are off by default."""
 
-    def __init__(self, folder: Path, batch_bytes: int, *, checked: bool) -> None:
-        self._folder = folder
-        self._batch_bytes = batch_bytes
-        self._env = {
+    def __init__(self, folder: Path, segment_bytes: int, *, checked: bool = False) -> None:
+        self.folder = folder
+        self.env = {
             "MC_FORCE_TCP": "1",
             "MOONCAKE_STORE_CHECKSUM": str(int(checked)),
             "GLOG_minloglevel": "2",
         }
+        self.master = f"{HOST}:{free_port()}"
+        self._segment_bytes = segment_bytes
         self._processes = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as processes:
-            self._folder.mkdir(exist_ok=True)
-            port, metrics = free_port(), free_port()
-            flags = [f"--rpc_address={HOST}", f"--rpc_port={port}", f"--metrics_port={metrics}"]
+            self.folder.mkdir(exist_ok=True)
+            host, _, port = self.master.partition(":")
+            flags = [f"--rpc_address={host}", f"--rpc_port={port}", f"--metrics_port={free_port()}"]
             command = [str(Path(sys.executable).with_name("mooncake_master")), *flags]
-            master = processes.enter_context(Process(command, self._folder / "master.log", self._env))
-            address = f"{HOST}:{port}"
-            owner = self._start(processes, "owner", str(8 * self._batch_bytes), address)
-            self._client = self._start(processes, "client", str(self._batch_bytes), address)
-            self.pids = [master.pid, owner.pid, self._client.pid]
+            master = processes.enter_context(Process(command, self.folder / "master.log", self.env))
+            owner = self.start(processes, "owner", self._segment_bytes)
+            self.pids = [master.pid, owner.pid]
+            self._processes = processes.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._processes.close()
+
+    def start(self, processes: ExitStack, role: str, size_bytes: int) -> "subprocess.Popen[str]":
+        """A process of this file that is ready; it ends when its input does."""
+        log = processes.enter_context((self.folder / f"{role}.log").open("w"))
+        process = processes.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-m", "bench._mooncake_store", role, str(size_bytes), self.master],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **self.env},
+                text=True,
+            )
+        )
+        assert process.stdin and process.stdout
+        processes.callback(process.stdin.close)
+        next(line for line in process.stdout if line.startswith("ready"))
+        return process
+
+
+class MooncakeStore:
+    """A client process of a pool of its own."""
+
+    def __init__(self, folder: Path, batch_bytes: int, *, checked: bool) -> None:
+        self._pool = MooncakePool(folder, 8 * batch_bytes, checked=checked)
+        self._batch_bytes = batch_bytes
+        self._processes = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as processes:
+            processes.enter_context(self._pool)
+            self._client = self._pool.start(processes, "client", self._batch_bytes)
+            self.pids = [*self._pool.pids, self._client.pid]
             self._processes = processes.pop_all()
         for _ in range(4):
             self.put(4 * MIB)  # memory that was never touched is slow, and nobody's fault
@@ -81,27 +118,9 @@ class MooncakeStore:
         print(what, number, file=self._client.stdin, flush=True)
         line = self._client.stdout.readline()
         if not line:
-            log = (self._folder / "client.log").read_text(errors="replace")
+            log = (self._pool.folder / "client.log").read_text(errors="replace")
             raise RuntimeError(f"the client of Mooncake Store ended; the end of its log:\n{log[-2000:]}")
         return float(line)
-
-    def _start(self, processes: ExitStack, role: str, size: str, master: str) -> "subprocess.Popen[str]":
-        """A process that is ready; it ends when its input does."""
-        log = processes.enter_context((self._folder / f"{role}.log").open("w"))
-        process = processes.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-m", "bench._mooncake_store", role, size, master],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **self._env},
-                text=True,
-            )
-        )
-        assert process.stdin and process.stdout
-        processes.callback(process.stdin.close)
-        next(line for line in process.stdout if line.startswith("ready"))
-        return process
 
 
 def connect(segment_bytes: int, master: str) -> Any:
