@@ -265,18 +265,19 @@ def test_a_writer_killed_between_its_ranks_leaves_nothing_and_the_other_one_comp
     assert node.store.snapshot().reservations == 0
 
 
-# --- a real node, real Mooncake -------------------------------------------------------------------------
+# --- a real node, real bytes in motion ------------------------------------------------------------------
 
 
 @pytest.mark.process
-def test_workers_feed_each_other_through_a_real_node_and_mooncake() -> None:
+@pytest.mark.parametrize("transfer", ["mooncake", "shm"])
+def test_workers_feed_each_other_through_a_real_node(transfer: str) -> None:
     """TP2 x PP2 and a token-major layout feed TP4 and TP1; MLA TP2 feeds PP2."""
     plays = [
         (GQA, Split(2, 2), Format(layout="LBNHC"), [Split(4, 1), Split(1, 1), Split(8, 1)]),
         (MLA, Split(2, 1), Format(), [Split(1, 2)]),
     ]
     with running_node() as node:
-        mover = open_mover(node.control, transfer="mooncake", staging_bytes=4 << 20)
+        mover = open_mover(node.control, transfer=transfer, staging_bytes=4 << 20)
         control = Background(ClientConfig(node=node.control))
         try:
             for model, write, form, readers in plays:
