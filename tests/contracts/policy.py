@@ -112,6 +112,12 @@ class PolicyMachine(RuleBasedStateMachine):
         assert self.planned(total).enough
         assert not self.planned(total + 1).enough
 
+    @rule()
+    def children_are_counted_whether_their_parent_is_held_or_not(self) -> None:
+        parents = [parent for parent, *_ in self.held.values()]
+        for entry in {*parents, *self.held, -1}:
+            assert self.policy.children(entry) == parents.count(entry)
+
     def planned(self, need: int) -> Plan:
         """A plan of the policy, after its clauses were checked."""
         plan = self.policy.plan(need, self.may_go)
