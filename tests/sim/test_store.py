@@ -10,7 +10,7 @@ Invariants, checked after every act (tests/sim/model.py), and the mutants that m
     writing.py: any client commits; any generation commits; a commit after the deadline;
 * no chunk goes while the node holds a child of it:
     dram.py: nothing is spared when room is made; prefix.py: a parent stays queued; objects.py: parents unknown;
-* with an NVMe tier: pages of both tiers are conserved, what is promised on NVMe stays there, what is on it is a commit:
+* with NVMe: pages of both tiers are conserved, what is promised on NVMe stays there, what is on it is a commit:
     dram.py: `land` frees at once; nvme.py: `_is_evictable` always, pages counted twice; moving.py: the copy in DRAM
     goes when its spill begins, a key is put twice; objects.py: a job does not pin;
 * shares are kept:
