@@ -3,6 +3,11 @@
 After every step: no exception inside a hook, no reference on a block that nobody owns, saves within their share of
 the pool, calls to the store within a bound that does not grow with time, nothing read that is not leased, no wrong
 token. At the end: every request is over; no lease, reservation, reference, job or memo is left; counts are vLLM's.
+
+Mutants of the connector that were tried and are caught: an answer that nobody wants keeps its lease; a lease goes
+when its load begins, or never; a failed load is not remembered; a load, or a save, that is not reported stays;
+references are not taken, or not given back; an idle engine sleeps with its saves; requests are not forgotten; the
+salt, or the embeddings, are not in the key; a readmitted request counts again.
 """
 
 import os
