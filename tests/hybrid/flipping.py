@@ -1,4 +1,4 @@
-"""Flips a bit of one object in the memory of a running node."""
+"""Flips bits of objects in the memory of a running node, and has it forget objects."""
 
 from pathlib import Path
 
@@ -47,3 +47,12 @@ def flip(control: str, pid: int, namespace: Namespace, keys: list[Key]) -> None:
             memory.seek(at)
             memory.write(bytes([byte[0] ^ 0x10]))
             store._loop.run(store._client.release(promise))
+
+
+def drop(control: str, namespace: Namespace, keys: list[Key]) -> None:
+    """Has the node forget these objects."""
+    with KVStore(control, transfer="shm") as store:
+        manifest = store.manifest(namespace)
+        assert manifest is not None, "the index has lost the namespace"
+        store.open(manifest)
+        store.drop(namespace, keys)

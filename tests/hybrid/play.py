@@ -21,7 +21,7 @@ from vllm.config import KVTransferConfig
 
 from deploy.demo.metrics import total
 from kvstore.core import Namespace
-from tests.hybrid.flipping import flip, objects_by_kind
+from tests.hybrid.flipping import drop, flip, objects_by_kind
 from tests.hybrid.models import MODELS, VOCABULARY
 from tests.hybrid.saboteur import ORDERS
 from tests.support import wait_until
@@ -243,10 +243,13 @@ class Player:
                 far < EXACT and said.cached < self.tail,
                 f"{found:.0f} bad copies, {said.cached} tokens hit",
             )
-            for _ in range(8):  # what else was flipped is found, too, and pushed again
+            drop(self.node.control, namespace, by_kind[kind])  # what else was flipped, too
+            for _ in range(8):
                 self.node.settle()
                 if self.one(self.first).cached == self.tail:
                     break
+            else:
+                self.check(f"kind {kind} is pushed again", False, "it is not")
             self.node.settle()
 
     def bad_copies_since(self, before: float) -> float:
