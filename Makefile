@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-matrix test-hybrid test-nvmeof soak demo bench clean
+.PHONY: help setup check test test-matrix test-hybrid test-nvmeof test-rdma soak demo bench clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test-hybrid: setup ## Real vLLM with tiny models of several kinds of KV: windows
 
 test-nvmeof: setup ## NVMe tier on a real NVMe/TCP device in a virtual machine, its link cut; three minutes
 	$(PY) -m tests.nvmeof
+
+test-rdma: setup ## Transfers and a node over RDMA (soft-RoCE) in a virtual machine; seven minutes
+	$(PY) -m tests.rdma
 
 demo: setup ## Real vLLM prefill pushes and is killed; fresh engines behind `kvstore proxy` pull and go on
 	@$(PY) deploy/demo/run.py

@@ -129,7 +129,7 @@ class TransferSuite:
         pieces = [rig.piece(0, 0, 4096), rig.piece(8192, 8192, 4096)]
         pieces.insert(bad, rig.piece(MIB, offset, 4096))
         assert rig.write(*pieces) is Status.FAILED
-        assert not any(rig.remote[16384:])
+        assert rig.remote.written(16384) == (0, 0)
         assert rig.read(*pieces) is Status.FAILED
         assert rig.write(rig.piece(0, 0, MIB)) is Status.DONE
 

@@ -24,6 +24,12 @@ class Memory:
     def __setitem__(self, where: slice, data: bytes) -> None:
         self.map[where] = data
 
+    def written(self, start: int) -> tuple[int, int]:
+        """From where to where bytes behind `start` are not zero; (0, 0): none is."""
+        data = self.map[start:]
+        end = len(data.rstrip(b"\0"))
+        return (start + len(data) - len(data.lstrip(b"\0")), start + end) if end else (0, 0)
+
     def fill(self, byte: int) -> None:
         """All bytes become this one."""
         ctypes.memset(self.address, byte, self.size_bytes)

@@ -19,7 +19,8 @@ def main() -> None:
     transfer = MooncakeTransfer(host, protocol, devices)
     transfer.register(memory.address, size_bytes)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    print("ready", transfer.segment, memory.address, flush=True)
+    sys.stdout.write(f"ready {transfer.segment} {memory.address}\n")  # whole, also where nothing is buffered
+    sys.stdout.flush()
     signal.sigwait([signal.SIGUSR1])
     transfer.unregister(memory.address)
     print("unregistered", flush=True)
