@@ -11,7 +11,8 @@ side's program does not take part. Clauses every implementation keeps (tests/con
 * PENDING says nothing, and stays possible long after any deadline: until `poll` has said DONE or FAILED,
   late bytes may land in the target *and*, of a write, be read from the source. The caller keeps both
   out of use (held pages, retired staging) until then, or unregisters the memory.
-* An address outside the peer's registered memory fails the transfer; it never damages anything.
+* An address outside the peer's registered memory fails the transfer; nothing outside is touched. Of a piece that
+  begins inside, what lies inside may be written over RDMA; over TCP nothing is.
 * No call but `close` blocks other Python threads for longer than about 10 us (the GIL is released).
 * All methods may be called from any thread. After `close` every transfer has ended.
 """
