@@ -31,6 +31,7 @@ from kvstore.wire import (
 )
 
 UNDER_WAY_MAX = 65_536
+PROMISED = (Resident, OnDisk)
 LEASES_MAX = 4_096
 
 
@@ -84,10 +85,16 @@ class Pulls(Meter):
         super().__init__(clock)
         self._leases: OrderedDict[tuple[ClientId, LeaseId], dict[Key, tuple[float, int]]] = OrderedDict()
 
-    def begin(self, lease: tuple[ClientId, LeaseId], sizes: Iterable[tuple[Key, int]]) -> None:
-        """Bytes of these objects, named with their sizes, may move from now on."""
+    def begin(
+        self, lease: tuple[ClientId, LeaseId], keys: Sequence[Key], answers: Sequence[AcquireAnswer]
+    ) -> None:
+        """Bytes of what was promised may move from now on. Fewer answers than keys: a prefix was cut short."""
         now_s = self._clock()
-        under_way = {key: (now_s, size_bytes) for key, size_bytes in sizes}
+        under_way = {
+            key: (now_s, answer.size_bytes)
+            for key, answer in zip(keys, answers, strict=False)
+            if isinstance(answer, PROMISED)
+        }
         earlier = self._leases.get(lease)
         self._leases[lease] = under_way if earlier is None else under_way | earlier
         if len(self._leases) > LEASES_MAX:
@@ -166,11 +173,7 @@ class MeteredStore(Store):
     def acquire(self, client: ClientId, request: Acquire) -> tuple[AcquireAnswer, ...]:
         """See `Store.acquire`."""
         answers = super().acquire(client, request)
-        answered = zip(request.keys, answers, strict=False)  # a prefix may be cut short
-        sizes = (
-            (key, answer.size_bytes) for key, answer in answered if isinstance(answer, Resident | OnDisk)
-        )
-        self.pulls.begin((client, request.lease), sizes)
+        self.pulls.begin((client, request.lease), request.keys, answers)
         return answers
 
     def release(self, client: ClientId, request: Release) -> None:

@@ -144,17 +144,18 @@ class Leases:
         """
         assert wanted.key not in lease.objects, "a lease has one object per key"
         client = lease.client
+        on_disk = wanted.dram is None
+        pages = 0 if on_disk else wanted.pages
         own = client.leased.get(wanted, 0)
         if not own:
-            surely = sure and wanted.dram is not None
-            if not (surely or self.may_take(client, wanted, floor_pages, alone=alone)):
+            if not ((sure and not on_disk) or self.may_take(client, wanted, floor_pages, alone=alone)):
                 return False
-            client.leased_pages += wanted.pages if wanted.dram is not None else 0
+            client.leased_pages += pages
         client.leased[wanted] = own + 1
         if not wanted.leases:
-            self.leased_pages += wanted.pages if wanted.dram is not None else 0
-            wanted.leased_on_disk = wanted.dram is None
-            self.disk_bytes += wanted.size_bytes if wanted.leased_on_disk else 0
+            self.leased_pages += pages
+            wanted.leased_on_disk = on_disk
+            self.disk_bytes += wanted.size_bytes if on_disk else 0
         wanted.leases += 1
         lease.objects[wanted.key] = wanted
         return True

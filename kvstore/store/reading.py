@@ -60,11 +60,14 @@ class Reading:
         ahead_bytes = 0
         for key in request.keys:
             answer = self._acquire(client, namespace, lease, key, alone=alone, sure=sure, streams=streams)
+            answers.append(answer)
+            if isinstance(answer, Resident):
+                continue
             if isinstance(answer, OnDisk):
                 ahead_bytes += answer.size_bytes
-                answer = OnDisk(answer.generation, answer.size_bytes, self._moving.eta_s(ahead_bytes))
-            answers.append(answer)
-            if request.prefix and not isinstance(answer, Resident | OnDisk):
+                eta_s = self._moving.eta_s(ahead_bytes)
+                answers[-1] = OnDisk(answer.generation, answer.size_bytes, eta_s)
+            elif request.prefix:
                 break
         if lease is not None:
             self._leases.settle(lease)
@@ -91,14 +94,15 @@ class Reading:
         if listed.reservation is not None:
             self._listing.totals.miss(MissReason.FILLING)
             return Filling()
-        if not (listed.is_readable or listed.is_on_disk):
+        if listed.resident is None and not (listed.is_readable or listed.is_on_disk):
             return self._miss(MissReason.DEVICE_DOWN)
         if lease is None or not self._take(lease, listed, alone=alone, sure=sure, streams=streams):
             return self._miss(MissReason.LEASE_LIMIT)
         listed.used_by(client.id)
-        self._moving.used(listed)
+        if listed.job is not None:
+            self._moving.used(listed)
         self._listing.totals.acquired_keys += 1
-        return self._where(listed)
+        return listed.resident or self._where(listed)
 
     def _take(self, lease: Lease, listed: Object, *, alone: bool, sure: bool, streams: bool) -> bool:
         """Leases an object, if the client's share allows it.

@@ -16,6 +16,7 @@ from kvstore.wire import (
     Generation,
     Granted,
     LeaseId,
+    OnDisk,
     Refused,
     Release,
     ReserveItem,
@@ -115,7 +116,9 @@ def test_what_never_ends_is_forgotten() -> None:
     for number in range(UNDER_WAY_MAX + 1):
         pushes.begin([(Generation(number.to_bytes(8, "big")), 1)])
     for number in range(LEASES_MAX + 1):
-        pulls.begin((CLIENT, LeaseId(number.to_bytes(16, "big"))), [(key(1), 1)])
+        pulls.begin(
+            (CLIENT, LeaseId(number.to_bytes(16, "big"))), [key(1)], [OnDisk(Generation(bytes(8)), 1, 0.0)]
+        )
     for number, counted in ((0, 0), (1, 1)):
         pushes.end([Generation(number.to_bytes(8, "big"))])
         assert pushes.freeze().objects == counted
