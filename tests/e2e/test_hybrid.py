@@ -1,7 +1,7 @@
 """Real engines whose models keep several kinds of KV push, hit and pull; `make test-hybrid` plays more of it.
 
 The checks are in `tests.hybrid.play`: tokens and logprobs are those of a hit of the engine's own prefix cache, zeros
-in any one kind change the answer, a flipped bit in any is found.
+in any one kind change the answer.
 """
 
 from pathlib import Path
@@ -15,4 +15,4 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.parametrize("model", ["gemma3", "gpt-oss", "qwen3-next"])
 def test_a_model_of_several_kinds_is_pulled_as_it_was_pushed(model: str, tmp_path: Path) -> None:
-    assert play_all([model], tmp_path, "write,harm", fresh=False) == 0
+    assert play_all([model], tmp_path, "write,zero", fresh=False) == 0

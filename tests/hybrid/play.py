@@ -217,8 +217,8 @@ class Player:
         self.one(self.first[:800], cold=True)
         self.check_same("local and pulled", self.one(self.first, local=True), expected, self.tail)
 
-    def harm(self, expected: Said) -> None:
-        """Every kind matters, and damage of any is seen."""
+    def zero(self, expected: Said) -> None:
+        """Every kind matters."""
         for kind in range(self.tiny.kinds):
             self.order("zero", kind)
             said = self.one(self.first)
@@ -229,6 +229,9 @@ class Player:
                 far > EXACT and said.cached == self.tail,
                 f"logprobs within {far:.0e}",
             )
+
+    def flip(self, expected: Said) -> None:
+        """Damage of any kind is seen."""
         views = self.node.objects()
         namespace = Namespace(bytes.fromhex(str(views[0]["namespace"])))
         by_kind = objects_by_kind(self.node.control, views)
@@ -276,7 +279,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--node", nargs=3, required=True, metavar=("CONTROL", "ADMIN", "PID"))
     parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--parts", default="write,share,harm,kill")
+    parser.add_argument("--parts", default="write,share,zero,flip,kill")
     options = parser.parse_args(arguments)
     control, admin, pid = options.node
     orders, keep = Path(os.environ[ORDERS]), options.scratch / "expected.json"
@@ -287,7 +290,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         expected = Said(*json.loads(keep.read_text()))
         player.check_same("pulled by a fresh engine", player.one(player.first), expected, player.tail)
-    for part in ("share", "harm", "kill"):
+    for part in ("share", "zero", "flip", "kill"):
         if part in parts:
             getattr(player, part)(expected)
     return 1 if player.bad else 0

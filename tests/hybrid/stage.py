@@ -1,6 +1,6 @@
 """Engines with tiny models of several kinds of KV around a real node: `make test-hybrid`.
 
-    python -m tests.hybrid.stage [--only gemma3,...] [--parts write,share,harm,kill]
+    python -m tests.hybrid.stage [--only gemma3,...] [--parts write,share,zero,flip,kill]
 
 Per model: one engine computes, pushes, hits, pulls, is harmed and outlives its node; then, at another node, a fresh
 process pulls what one has pushed that is gone. What is checked is in `tests.hybrid.play`.
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(MODELS), help="models, comma separated")
-    parser.add_argument("--parts", default="write,share,harm,kill")
+    parser.add_argument("--parts", default="write,share,zero,flip,kill")
     parser.add_argument("--no-fresh", action="store_true", help="leave out the fresh process")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
