@@ -23,6 +23,7 @@ PROMPT_TOKENS, CHUNK_TOKENS, OBJECTS = 639, 512, 2
 LOAD_TIMEOUT_S = 3.0
 LOOKUP_TIMEOUT_S = 1.0
 MARGIN_S = 0.5
+STEP_MAX_S = 0.1
 ASKS_MAX = 40  # until hits are back; each is computed whole meanwhile
 
 
@@ -105,6 +106,15 @@ class Stage:
     def assert_in_time(self, asked: Asked, deadline_s: float) -> None:
         """Recomputing began within the deadline and half a second."""
         assert asked.waited_s < deadline_s + MARGIN_S, f"{asked}, with a deadline of {deadline_s} s"
+
+    def assert_no_step_waited(self) -> None:
+        """No step of the engine has spent longer in the connector since the start, in scheduler or worker."""
+        steps = self.engine.metric("vllm:kvstore_seconds_count", stage="step")
+        short = self.engine.metric("vllm:kvstore_seconds_bucket", stage="step", le=str(STEP_MAX_S))
+        assert steps > 0, "nothing was measured"
+        assert short == steps, (
+            f"{steps - short:.0f} of {steps:.0f} steps spent more than {STEP_MAX_S} s in the connector"
+        )
 
     def assert_hits(self, what: str) -> None:
         """Hits come back by themselves."""

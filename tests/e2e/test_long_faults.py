@@ -35,6 +35,7 @@ def test_a_store_that_is_frozen_for_20_s(model_path: Path, repository: Path, tmp
             loading = chatter.gaps(frozen, frozen + LOAD_TIMEOUT_S)
         stage.assert_hits("thawed")
         wait_for_nothing_held(stage.node, 60)
+        stage.assert_no_step_waited()
         print(f"longest step: {max(normal):.3f} s normally, {max(loading):.3f} s while a load was stuck")
         assert max(loading) < STALL_S
 
@@ -59,6 +60,7 @@ def test_packets_are_dropped_and_not_refused(model_path: Path, repository: Path,
                 network.heal()
                 stage.assert_hits("healed")
                 wait_for_nothing_held(stage.node, 120)
+            stage.assert_no_step_waited()
 
 
 def test_killed_again_and_again(model_path: Path, repository: Path, tmp_path: Path) -> None:
@@ -72,6 +74,7 @@ def test_killed_again_and_again(model_path: Path, repository: Path, tmp_path: Pa
         stage.node.wait_ready()
         stage.assert_hits("up")
         wait_for_nothing_held(stage.node, 60)
+        stage.assert_no_step_waited()
 
 
 def test_a_redis_that_does_not_answer_costs_no_hit_of_the_own_node(
@@ -91,3 +94,4 @@ def test_a_redis_that_does_not_answer_costs_no_hit_of_the_own_node(
         redis.flush()
         stage.assert_hits("Redis flushed")
         wait_for_nothing_held(stage.node, 60)
+        stage.assert_no_step_waited()
