@@ -1,7 +1,8 @@
 """Time to first token of prompts of 500 to 8,000 tokens, by where their KV comes from.
 
-cold: computed. pulled: from the node's memory, over Mooncake on loopback TCP. shm: from memory that the engine shares
-with the node. local: from the engine's own prefix cache. All in turns, by one engine (shm: by another of its kind);
+cold: computed. pulled: from the node's memory, over Mooncake on loopback TCP. nvme: the same, after the node was
+restarted, from a file through O_DIRECT and the node's memory. shm: from memory that the engine shares with the node.
+local: from the engine's own prefix cache. All in turns, by one engine (shm: by another of its kind);
 the prompts were pushed by a third, which is gone. A Llama with random weights in fp32, because it must take 8,000
 tokens and cold runs must end; 12 KiB of KV per token. What a hit leaves, less than an engine block of 128 tokens, is
 computed in all of them. The breakdown is of the engine's own connector, with a stopwatch (`bench/_timed.py`). The
@@ -57,15 +58,27 @@ class Bench:
         self._stages = stages
         self._salts = count()
         self._said: dict[int, str] = {}
-        self.breakdown: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.breakdown: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def cold(self, length: int) -> float:
         return self._ask(length, pulled=0, local=0, salt=f"cold {next(self._salts)}").first_token_s
 
-    def pulled(self, length: int) -> float:
+    def meet(self, node: Node) -> None:
+        """Asks until the node has heard of it."""
+        known = node.gauge("kvstore_tokens_total", outcome="queried")
+
+        def asked() -> bool:
+            self.engine.complete([5 + next(self._salts)] * 300, 1)
+            return node.gauge("kvstore_tokens_total", outcome="queried") > known
+
+        wait_until(asked, 60, "the engine to find the node")
+
+    def pulled(self, length: int, *, from_nvme: bool = False) -> float:
         self.engine.forget_local_prefixes()
         self._stages.write_text("")
         answer = self._ask(length, pulled=whole_blocks(length), local=0)
+        if answer.from_nvme != (answer.pulled if from_nvme else 0):
+            raise Wrong(f"{answer.from_nvme} of {answer.pulled} tokens came from NVMe")
         sums: dict[str, float] = defaultdict(float)
         for line in self._stages.read_text().splitlines():
             entry = json.loads(line)
@@ -73,7 +86,9 @@ class Bench:
         if not sums["read"]:
             raise Wrong("the stopwatch has seen no read")
         for stage in STAGES:
-            self.breakdown[length][stage].append(sums[stage])
+            self.breakdown[f"{'from NVMe' if from_nvme else 'from memory'}, {length}"][stage].append(
+                sums[stage]
+            )
         return answer.first_token_s
 
     def local(self, length: int) -> float:
@@ -97,6 +112,38 @@ def model() -> Path:
     return MODEL
 
 
+class Store:
+    """A node whose objects are on NVMe, too, as soon as they are committed; it may be restarted."""
+
+    def __init__(self, stack: ExitStack, logs: Path) -> None:
+        self._logs = logs
+        self._ports = free_port(), free_port()
+        self._flags = (
+            "--nvme-path",
+            str(logs / "nvme.img"),
+            "--nvme-size-bytes",
+            "1GiB",
+            "--tiers-spill",
+            "eager",
+        )
+        self.node = self._start()
+        stack.callback(self._stop)
+
+    def _start(self) -> Node:
+        node = Node(*self._ports, self._logs, flags=self._flags)
+        node.wait_ready()
+        return node
+
+    def _stop(self) -> None:
+        self.node.stop()
+
+    def restart(self) -> None:
+        self._stop()
+        self.node = self._start()
+        if in_dram := self.node.gauge("kvstore_objects", tier="dram"):
+            raise Wrong(f"{in_dram:.0f} objects in the memory of a node that has just started")
+
+
 def push_all(stack: ExitStack, node: Node, logs: Path) -> None:
     """An engine computes the prompts, pushes them and ends."""
     writer = Engine("writer", model(), free_port(), logs, store=node.transfer_config, flags=FLAGS)
@@ -105,7 +152,7 @@ def push_all(stack: ExitStack, node: Node, logs: Path) -> None:
     for length in LENGTHS:
         writer.prefill(prompt_of(length))
     objects = sum(-(-whole_blocks(length) // 256) for length in LENGTHS)
-    wait_until(lambda: node.gauge("kvstore_objects", tier="dram") == objects, PUSH_S, "all objects stored")
+    wait_until(lambda: node.gauge("kvstore_objects", tier="nvme") == objects, PUSH_S, "all objects on NVMe")
     writer.stop()
 
 
@@ -133,15 +180,27 @@ def measure(stack: ExitStack, logs: Path, pairs: int) -> tuple[Measured, Bench, 
     os.environ["PYTHONPATH"] = (
         f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"  # the engines' processes know bench/
     )
-    node = Node(free_port(), free_port(), logs)
-    stack.callback(node.stop)
-    node.wait_ready()
-    push_all(stack, node, logs)
-    bench, beside = (start_reader(stack, node, logs, transfer) for transfer in ("mooncake", "shm"))
+    store = Store(stack, logs)
+    push_all(stack, store.node, logs)
+    bench, beside = (start_reader(stack, store.node, logs, transfer) for transfer in ("mooncake", "shm"))
     for each in (bench, beside):
         each.engine.wait_ready()
     first_s = bench.pulled(2_000)  # nothing has woken the engine up
-    kinds = {"pulled": bench.pulled, "local": bench.local, "cold": bench.cold, "shm": beside.pulled}
+
+    def from_nvme(length: int) -> float:
+        if length == LENGTHS[0]:  # from then on each length is asked for once before it is in memory again
+            store.restart()
+            bench.meet(store.node)
+            beside.meet(store.node)
+        return bench.pulled(length, from_nvme=True)
+
+    kinds = {
+        "nvme": from_nvme,
+        "pulled": bench.pulled,
+        "local": bench.local,
+        "cold": bench.cold,
+        "shm": beside.pulled,
+    }
     measured = {f"{kind} {length}": partial(ask, length) for length in LENGTHS for kind, ask in kinds.items()}
     samples = interleave(measured, pairs)
     by_length = {length: {kind: samples[f"{kind} {length}"] for kind in kinds} for length in LENGTHS}
@@ -150,9 +209,9 @@ def measure(stack: ExitStack, logs: Path, pairs: int) -> tuple[Measured, Bench, 
 
 def note_stages(report: Report, bench: Bench, name: str) -> None:
     """Medians of the stages, the first round left out."""
-    for length, stages in bench.breakdown.items():
+    for what, stages in bench.breakdown.items():
         parts = ", ".join(f"{stage} {median(stages[stage][1:]) * 1e3:.1f}" for stage in STAGES)
-        report.note(f"{name} {length}, ms by stage: {parts}")
+        report.note(f"{name}, {what}, ms by stage: {parts}")
 
 
 def main() -> int:
@@ -169,7 +228,7 @@ def main() -> int:
             report.aim(
                 "shm_vs_local_2000", kinds["shm"].median / kinds["local"].median, AIM, "x", at_most=True
             )
-    note_stages(report, bench, "pulled")
+    note_stages(report, bench, "mooncake")
     note_stages(report, beside, "shm")
     report.note(f"the first request of the engine's life, a hit of 2000 tokens: {first_s:.3f} s")
     return report.finish(arguments.json)
