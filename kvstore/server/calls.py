@@ -5,7 +5,7 @@ parks it. What a handler raises becomes a `Failed` there.
 """
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 import msgspec
@@ -51,8 +51,8 @@ NO_LEASE = LeaseId(b"")
 class Verifier(Protocol):
     """What checks a suspected copy off the loop: the store's mover."""
 
-    async def suspect(self, client: ClientId, request: Suspect) -> bool:
-        """Whether the leased copy was bad (and has been dropped)."""
+    def suspect(self, client: ClientId, request: Suspect) -> Awaitable[bool]:
+        """Whether the leased copy was bad (and has been dropped). Pinned at once: its lease may end meanwhile."""
 
 
 class Calls:
@@ -164,9 +164,10 @@ class Calls:
     def _suspect(self, client: ClientId, body: Suspect) -> Later | Verdict:
         if not self._parking.has_room(client):
             return Verdict(bad=False)
+        verdict = self._verifier.suspect(client, body)
 
         async def later() -> Verdict:
-            return Verdict(await self._verifier.suspect(client, body))
+            return Verdict(await verdict)
 
         return later()
 

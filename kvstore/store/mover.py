@@ -25,25 +25,31 @@ class Mover:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="mover")
         self._pending = 0
 
-    async def suspect(self, client: ClientId, request: Suspect) -> bool:
-        """Verifies a leased copy that a reader doubts; True when it was bad, and it is dropped then.
+    def suspect(self, client: ClientId, request: Suspect) -> "asyncio.Future[bool]":
+        """Verifies a leased copy that a reader doubts; true when it was bad, and it is dropped then.
 
-        False also when this lease has no such copy, and when `SUSPECTS_MAX` are being verified. A caller
-        that is cancelled does not end the verification: its verdict counts.
+        The copy is pinned when this returns: the reader may give its lease back in the next message. False also when
+        this lease has no such copy, and when `SUSPECTS_MAX` are being verified. A caller that is cancelled does not
+        end the verification: its verdict counts.
 
         Raises:
             Overloaded
         """
-        if self._pending >= limits.SUSPECTS_MAX:
-            return False
-        check = self._store.check(client, request)
-        if check is None:
-            return False
-        self._pending += 1
         loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._pool, is_sound, self._arena, check)
-        work.add_done_callback(lambda done: self._settle(check, sound=done.result()))
-        return not await asyncio.shield(work)
+        verdict: asyncio.Future[bool] = loop.create_future()
+        check = self._store.check(client, request) if self._pending < limits.SUSPECTS_MAX else None
+        if check is None:
+            verdict.set_result(False)
+            return verdict
+        self._pending += 1
+
+        def told(work: "asyncio.Future[bool]") -> None:
+            self._settle(check, sound=work.result())
+            if not verdict.done():
+                verdict.set_result(not work.result())
+
+        loop.run_in_executor(self._pool, is_sound, self._arena, check).add_done_callback(told)
+        return verdict
 
     def close(self) -> None:
         """Waits for what is being verified; nothing reads the arena afterwards."""

@@ -117,6 +117,18 @@ async def test_a_bit_that_flipped_anywhere_is_found(world: Bytes, mover: Mover, 
     assert world.free_pages == free_pages + CHUNK_PAGES
 
 
+async def test_a_lease_that_ends_in_the_next_message_does_not_save_a_bad_copy(
+    world: Bytes, mover: Mover
+) -> None:
+    """Readers doubt a copy and give it back in one breath. Mutant: pin it when the verification begins."""
+    resident = world.write("a")
+    world.flip(resident, 0)
+    verdict = mover.suspect(BOB, doubt(resident))
+    world.release(BOB)
+    assert await verdict is True
+    assert world.acquire(CAT, "a") == [Miss(MissReason.BAD_COPY)]
+
+
 async def test_a_bad_key_may_be_stored_anew_at_once(world: Bytes, mover: Mover) -> None:
     resident = world.write("a")
     world.flip(resident, 0)
