@@ -210,8 +210,11 @@ def main() -> int:
         for name, bench in benches.items():
             report.note(f"first hit of the life of {name}: {bench.pulled(AIM_LENGTH):.2f} s")
         first_tokens(report, benches, PAIRS_FULL if arguments.full else PAIRS)
+        if not arguments.json:
+            report.finish(as_json=False)
+            print(flush=True)
         others = mixed(benches)
-    return finish_all((report, others), arguments.json)
+    return finish_all((report, others), arguments.json) if arguments.json else others.finish(as_json=False)
 
 
 if __name__ == "__main__":
