@@ -152,6 +152,6 @@ def test_a_prompt_of_four_times_the_arena_is_pushed_and_streams_back_and_survive
         assert done.from_nvme > 100
         assert node.stop() == 0
     with running_node(tmp_path, **settings(tmp_path)) as node, StreamingEngine(node.control, MODEL) as engine:
-        assert f"{len(KEYS)} objects found on it" in node.banner
+        assert f"{len(KEYS)} objects found on it" in node.banner, node.process.output()
         done = engine.stream(KEYS)
         assert (done.got, done.from_nvme, done.bad) == (len(KEYS), len(KEYS), 0), done
