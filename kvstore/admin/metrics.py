@@ -203,3 +203,6 @@ def _index(view: View) -> Iterable[Metric]:
     yield _counter("publish_passes", "Passes over all keys.", publisher.passes)
     yield _counter("index_failures", "Calls that Redis did not answer.", publisher.failures)
     yield _counter("index_losses", "Times that Redis had lost its data.", publisher.losses)
+    yield _counter(
+        "redis_restarts", "Times that the embedded Redis ended and was started again.", view.redis_restarts
+    )

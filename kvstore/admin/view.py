@@ -69,7 +69,7 @@ class View:
     """The node at one moment.
 
     `at_s` is of time.monotonic, `slept_s` is what the process was stopped for, `refused` counts refused
-    reservations.
+    reservations, `redis_restarts` those of an embedded Redis.
     """
 
     at_s: float
@@ -86,6 +86,7 @@ class View:
     spilled: Motion
     promoted: Motion
     devices: tuple[NvmeStats, ...] = ()
+    redis_restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

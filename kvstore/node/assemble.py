@@ -118,6 +118,8 @@ class _Assembly:
             "publisher": self._publisher.run(),
             "manifests": manifests.run(),
         }
+        if self._embedded:
+            background["redis"] = self._embedded.keep()
         if rate := self._config.tiers.scrub_bytes_per_s:
             background["scrub"] = keep_scrubbing(self._nvme, rate, self._store.damaged)
         return Node(self._banner(admin_address), background, self._admin.ready, self._publisher.first_pass)
@@ -262,6 +264,7 @@ class _Assembly:
             pulled=self._store.pulls.freeze(),
             server=self._control.stats,
             publisher=self._publisher.stats,
+            redis_restarts=self._embedded.restarts if self._embedded else 0,
             loop_lag_s=self._heart.lag.freeze(),
             spilled=self._store.spills.freeze(),
             promoted=self._store.promotions.freeze(),

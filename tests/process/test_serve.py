@@ -261,11 +261,29 @@ def test_a_second_signal_ends_it_at_once(tmp_path) -> None:
         wait_until(ended(child.pid))
 
 
-def test_sigkill_leaves_no_redis_behind(tmp_path) -> None:
+def test_sigkill_leaves_no_redis_and_no_file_of_it_behind(tmp_path, monkeypatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with running_node(tmp_path) as node:
         child = redis_child(node)
         node.kill()
         wait_until(ended(child))
+    assert not list(temporary.iterdir())
+
+
+def test_an_embedded_redis_that_is_killed_comes_back_with_all_that_was_published(tmp_path) -> None:
+    with running_node(tmp_path) as node, Talk(node.control) as talk:
+        assert talk.commit(talk.reserve(10.0)) == CommitDone((Committed(),))
+        welcome = talk.ask(Hello())
+        assert isinstance(welcome, Welcome)
+        with redis.Redis.from_url(welcome.index_url) as client:
+            wait_until(lambda: [name for name in client.scan_iter("kv:*") if KEY in name])
+            psutil.Process(redis_child(node)).kill()
+            wait_until(lambda: "\nkvstore_redis_restarts_total 1.0\n" in node.get("/metrics")[1])
+            wait_until(lambda: [name for name in client.scan_iter("kv:*") if KEY in name], 30)
+        (line,) = [line for line in node.process.output().splitlines() if "Redis has ended" in line]
+        assert "code=-9" in line
 
 
 def test_it_starts_and_serves_while_redis_is_down_and_publishes_when_it_is_up(tmp_path) -> None:
