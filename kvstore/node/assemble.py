@@ -175,10 +175,7 @@ class _Assembly:
         self._porter.found(device)
 
     async def _stop_devices(self) -> None:
-        if self._nvme.devices:
-            await self._porter.flush(self._config.tiers.flush_s)
-        await self._nvme.stop()
-        await self._porter.settled()
+        await self._porter.stop(self._config.tiers.flush_s)
 
     async def _start_control(self) -> ControlServer:
         mover = Mover(self._store, self._arena)

@@ -244,9 +244,16 @@ class Dram:
                 self._give_up(victims)
 
     def hottest(self) -> list[Object]:
-        """What is ready, the most useful first and parents before children."""
-        plan = self._policy.plan(self.page_count, lambda _: True)
-        return [self._listed[entry] for entry in reversed(plan.victims) if self._listed[entry].is_readable]
+        """What is ready, the most useful first and parents before children.
+
+        First comes what no plan names: leaves that a plan met while they were pinned, and all that is above them.
+        """
+        planned = [
+            self._listed[entry] for entry in self._policy.plan(self.page_count, lambda _: True).victims
+        ]
+        unplanned = set(self._listed.values()).difference(planned)
+        ordered = [*sorted(unplanned, key=lambda each: each.depth), *reversed(planned)]
+        return [each for each in ordered if each.is_readable]
 
     def _free_held(self, now_s: float) -> None:
         while self._held and self._held[0].until_s <= now_s:

@@ -127,15 +127,20 @@ class Moving:
             useful.job.leaving = False
             self.leaving_pages -= useful.pages
 
+    def unsaved(self) -> list[Object]:
+        """What is only in DRAM and should be on NVMe, the hottest first."""
+        if self._mode is SpillMode.NEVER or not self._listing.nvme.disks.devices:
+            return []
+        hottest = self._listing.dram.hottest()
+        return [each for each in hottest if each.nvme is None and not self._is_worthless(each)]
+
     def flush(self) -> None:
-        """Spills what is only in DRAM as fast as jobs may be begun, the hottest first. For a node that stops."""
-        if self._mode is not SpillMode.NEVER:
-            self._eager = dict.fromkeys(
-                each
-                for each in self._listing.dram.hottest()
-                if each.nvme is None and not self._is_worthless(each)
-            )
-            self._spill_eagerly()
+        """Spills what is unsaved as fast as jobs may be begun; what is refused may be tried again. For a node that
+        stops: whatever fails stays in DRAM."""
+        for job in self._jobs:
+            self.used(job.object)
+        self._eager = dict.fromkeys(self.unsaved())
+        self._spill_eagerly()
 
     @property
     def flushing(self) -> int:

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _ROOM_COMES_S = 2.0  # pages that were given up are free a commit later
 _LOOK_AGAIN_S = 0.005
+_TRY_AGAIN_S = 0.1
+_BACK_S = 3.0  # within that, a device that is up again has told so
 
 
 class Porter:
@@ -59,19 +61,36 @@ class Porter:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def flush(self, deadline_s: float) -> None:
-        """Spills what is only in DRAM, the hottest first, for as long as there is time."""
-        loop = asyncio.get_running_loop()
-        moving, totals = self._store.moving, self._store.snapshot().totals
-        end_s = loop.time() + deadline_s
+    async def stop(self, flush_s: float) -> None:
+        """Spills what is only in DRAM, the hottest first, for as long as there is time; closes the devices, and says
+        what could not be kept."""
+        unsaved = self._store.moving.unsaved()
+        await self._flush(flush_s)
+        refusal = self._tier.refuses(max((each.size_bytes for each in unsaved), default=0))
+        await self._tier.stop()
+        await self.settled()
+        lost = sum(each.nvme is None for each in unsaved)
+        if unsaved:
+            log.info("flushed objects=%d lost=%d", len(unsaved) - lost, lost)
+        if lost:
+            why = (
+                f"NVMe takes nothing ({refusal})" if refusal else f"tiers.flush_s = {flush_s:g} was too short"
+            )
+            log.warning("%d objects that were only in DRAM could not be flushed to NVMe: %s", lost, why)
+
+    async def _flush(self, flush_s: float) -> None:
+        """What was refused is offered again: a device that was slow rather than dead is back after its next probe."""
+        loop, moving = asyncio.get_running_loop(), self._store.moving
+        end_s = loop.time() + flush_s
         moving.flush()
-        if not moving.flushing and not len(moving):
-            return
-        while (moving.flushing or len(moving)) and loop.time() < end_s:
-            await asyncio.sleep(_LOOK_AGAIN_S)
-            moving.advance()
-        spilled = self._store.snapshot().totals.spilled - totals.spilled
-        log.info("flushed objects=%d left=%d", spilled, moving.flushing + len(moving))
+        busy_s = loop.time()
+        while moving.unsaved() and loop.time() < min(end_s, busy_s + _BACK_S):
+            while (moving.flushing or len(moving)) and loop.time() < end_s:
+                await asyncio.sleep(_LOOK_AGAIN_S)
+                moving.advance()
+                busy_s = loop.time()
+            await asyncio.sleep(_TRY_AGAIN_S)
+            moving.flush()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

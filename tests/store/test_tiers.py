@@ -303,6 +303,20 @@ def test_drop_removes_both_copies() -> None:
     assert world.acquire(BOB, "a") == [Miss(MissReason.EVICTED)]
 
 
+def test_a_chain_whose_end_is_leased_is_flushed_as_well() -> None:
+    """A reader's last release was lost, or it reads still, when the node is told to stop."""
+    world = Tiers(spill=SpillMode.EVICT)
+    world.put_all("abcd")
+    world.acquire(BOB, "d", lease="lost")
+    world.store.reserve(ANN, NAMESPACE, items("x"), 30.0)  # no room; the plan met what is leased
+    assert world.where("abcd") == "dddd"
+    while world.store.moving.unsaved():
+        world.store.moving.flush()
+        assert len(world.store.moving)
+        world.carry()
+    assert world.where("abcd") == "bbbb"
+
+
 def test_a_dropped_key_is_not_put_twice_on_a_device() -> None:
     """The dropped object is still leased, so its copy is still there when the new one is to be spilled."""
     world = Tiers(spill=SpillMode.EAGER)

@@ -63,8 +63,8 @@ class RunningNode:
         self.process.kill()
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
-        return self.process.stop()
+        """SIGTERM; the exit code. It may write what is only in DRAM to a slow disk first."""
+        return self.process.stop(deadline_s=40.0)
 
     def freeze(self) -> None:
         """SIGSTOP."""
