@@ -38,6 +38,10 @@ class IndexDown(KVStoreError):
     """Redis cannot be reached or does not answer in time. Costs hits, never correctness."""
 
 
+class IndexRefused(IndexDown):
+    """What answers is no Redis, or does not know this user: waiting does not help."""
+
+
 class TransferFailed(KVStoreError):
     """Bytes could not be moved, memory could not be registered, or a transport is not what was asked for."""
 

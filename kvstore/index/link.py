@@ -32,6 +32,7 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ClusterError,
+    InvalidResponse,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
@@ -41,7 +42,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from kvstore.core import IndexDown
+from kvstore.core import IndexDown, IndexRefused
 from kvstore.index.address import RedisAddress
 from kvstore.index.layout import SCRIPTS
 
@@ -50,18 +51,33 @@ Command = tuple[str | bytes | int, ...]
 CALLS_AT_ONCE_MAX: Final = 32  # connections per process: more callers wait, within their time-out
 
 _COST: Final = "until it is back, keys are neither found nor published here; nothing that is stored is lost"
-_REMEDIES: Final[tuple[tuple[type[Exception], str], ...]] = (
-    (AuthenticationError, "check user and password in redis.url"),
-    (AuthorizationError, "check user and password in redis.url"),
-    (NoPermissionError, "allow this user ~kv:* +@read +@write +@scripting (redis-cli ACL SETUSER)"),
-    (OutOfMemoryError, "raise its maxmemory, or set maxmemory-policy allkeys-lru: the index may be evicted"),
-    (ReadOnlyError, "redis.url names a replica; name the primary, or use redis+sentinel://"),
-    (ClusterError, "check `redis-cli cluster info` on its nodes"),
-    (RedisClusterException, "check that its nodes run, and `redis-cli cluster info` on them"),
+_REMEDIES: Final[tuple[tuple[type[Exception], type[IndexDown], str], ...]] = (
+    (AuthenticationError, IndexRefused, "check user and password in redis.url"),
+    (AuthorizationError, IndexRefused, "check user and password in redis.url"),
+    (InvalidResponse, IndexRefused, "something else listens there; check host and port in redis.url"),
+    (
+        NoPermissionError,
+        IndexDown,
+        "allow this user ~kv:* +@read +@write +@scripting +info (redis-cli ACL SETUSER)",
+    ),
+    (
+        OutOfMemoryError,
+        IndexDown,
+        "raise its maxmemory, or set maxmemory-policy allkeys-lru: the index may be evicted",
+    ),
+    (ReadOnlyError, IndexDown, "redis.url names a replica; name the primary, or use redis+sentinel://"),
+    (ClusterError, IndexDown, "check `redis-cli cluster info` on its nodes"),
+    (
+        RedisClusterException,
+        IndexDown,
+        "check that its nodes run, and `redis-cli cluster info` on them",
+    ),
     (
         MasterNotFoundError,
+        IndexDown,
         "check the Sentinels' addresses and the service: redis-cli -p 26379 sentinel masters",
     ),
+    (Exception, IndexDown, "check that it runs and can be reached from this machine"),
 )
 
 
@@ -202,16 +218,13 @@ class Link:
 
     def down(self, why: Exception | str) -> IndexDown:
         """The error that says Redis cannot be used, what that costs and what to do."""
-        remedy = "check that it runs and can be reached from this machine"
-        for kind, words in _REMEDIES:
-            if isinstance(why, kind):
-                remedy = words
-                break
+        known = why if isinstance(why, Exception) else Exception(why)
+        error, remedy = next(row[1:] for row in _REMEDIES if isinstance(known, row[0]))
         said = " ".join(str(why).split()).rstrip(".") or type(why).__name__
         if isinstance(why, MasterNotFoundError):  # redis-py says it with the inside of all its clients
             said = f"no Sentinel answers with a primary of {self._address.service!r}"
         what = f"Redis at {self._address.shown}: {said}"
-        return IndexDown(f"{what}; {_COST}; {remedy}")
+        return error(f"{what}; {_COST}; {remedy}")
 
     async def close(self) -> None:
         """Gives the connections back. Takes at most `timeout_s`, also when Redis hangs."""

@@ -27,6 +27,7 @@ from kvstore.node.clock import LoopClock
 from kvstore.node.devices import make_tier
 from kvstore.node.embedded_redis import EmbeddedRedis
 from kvstore.node.heart import Heart
+from kvstore.node.index_checks import refuse_wrong_redis
 from kvstore.node.manifests import Manifests
 from kvstore.node.metered import MeteredStore
 from kvstore.node.ports import claimable
@@ -84,6 +85,7 @@ class _Assembly:
         self._index_url = self._embedded.url if self._embedded else self._config.redis.url
         index = RedisIndex.connect(self._index_url, self._config.redis.timeout_s)
         self._stack.push_async_callback(index.close)
+        await refuse_wrong_redis(index, self._index_url)
         self._arena = await self._map_arena()
         self._transfer = self._register_arena()
         self._shared = self._share_arena()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvstore.core import BadConfiguration
+from kvstore.core import BadConfiguration, KVStoreError
 from kvstore.node.logs import OneLine, start_logging
 from kvstore.node.quiet import MOONCAKE_NOISE, without_noise
 from kvstore.node.sections import LogSection
@@ -34,7 +34,7 @@ def test_an_event_is_one_line_even_with_a_traceback(root_logger, tmp_path) -> No
         raise ValueError("two\nlines")
     except ValueError:
         log.exception("request failed key=%s", "00ff")
-    (line,) = file.read_text().splitlines()
+    _, line = file.read_text().splitlines()
     assert re.match(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z level=ERROR at=kvstore.store request failed key=00ff", line
     )
@@ -45,6 +45,35 @@ def test_an_event_is_one_line_even_with_a_traceback(root_logger, tmp_path) -> No
 def test_a_file_that_cannot_be_written_is_a_configuration_error() -> None:
     with pytest.raises(BadConfiguration, match=r"log\.file: /proc/nothing/node\.log cannot be written"):
         start_logging(LogSection(file="/proc/nothing/node.log"))
+
+
+def test_a_full_disk_is_seen_at_the_start() -> None:
+    with pytest.raises(KVStoreError, match="/dev/full cannot be written: No space left on device; make room"):
+        start_logging(LogSection(file="/dev/full"))
+
+
+def test_a_disk_that_fills_up_costs_lines_one_line_about_it_and_nothing_else(
+    root_logger, tmp_path, capfd
+) -> None:
+    """And the same with a file that was moved away. Mutants: logging's own handlers, with a traceback a line."""
+    file, log = tmp_path / "node.log", logging.getLogger("kvstore.store")
+    start_logging(LogSection(file=str(file)))
+    log.warning("before")
+    file.rename(tmp_path / "node.log.1")
+    file.symlink_to("/dev/full")
+    for _ in range(3):
+        log.warning("lost")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"kvstore: log.file: {file} cannot be written: No space left on device; make room")
+    file.unlink()
+    for _ in range(2):
+        log.warning("after")
+    assert [text.partition(" at=")[2] for text in file.read_text().splitlines()] == [
+        "kvstore.node.logs lines of this log were lost lines=3",
+        "kvstore.store after",
+        "kvstore.store after",
+    ]
+    assert capfd.readouterr().err == ""
 
 
 def test_times_are_utc() -> None:

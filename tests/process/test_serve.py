@@ -347,6 +347,7 @@ def test_a_taken_port_names_its_holder(endpoint, node, tmp_path) -> None:
     [
         ({"dram_size_bytes": "900TiB"}, 2, ["does not fit"]),
         ({"log_file": "/proc/nothing/log"}, 2, ["/proc/nothing does not exist"]),
+        ({"log_file": "/dev/full"}, 1, ["/dev/full cannot be written: No space left on device", "make room"]),
         ({"control_listen": "192.0.2.1:7400", "insecure": True}, 1, ["not an address of this machine"]),
         ({"transfer_protocol": "rdma"}, 1, ["RDMA device", "tcp"]),
     ],
@@ -356,3 +357,10 @@ def test_what_only_shows_at_the_start_is_one_line_too(settings, code, says, tmp_
     line = one_line(tmp_path, code, **settings)
     for part in says:
         assert part in line
+
+
+def test_a_wrong_redis_is_one_line_too(tmp_path) -> None:
+    with RedisServer(tmp_path) as server, server.client() as client:
+        client.config_set("requirepass", "secret")
+        line = one_line(tmp_path, 2, redis_url=server.url)
+    assert "check user and password in redis.url" in line

@@ -7,12 +7,12 @@ from kvstore.core import KVStoreError
 from kvstore.index import RedisIndex
 from kvstore.node.checks import is_loopback
 from kvstore.node.embedded_redis import find_binary
+from kvstore.node.index_checks import too_old
 from kvstore.node.ports import claimable
 from kvstore.node.sections import Config
 from kvstore.node.settings import split_address, without_password
 from kvstore.node.survey.finding import Finding, fail, ok, warn
 
-REDIS_VERSION_MIN = (6, 2)
 _EMBEDDED_S = 10.0
 
 
@@ -63,8 +63,7 @@ def _survey_embedded() -> Finding:
 
 
 def _judge(subject: str, version: str) -> Finding:
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if numbers < REDIS_VERSION_MIN:
+    if too_old(version):
         return fail(
             subject, f"version {version}: 6.2 or later is needed", "upgrade it, or set another redis.url"
         )
