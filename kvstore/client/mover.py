@@ -14,12 +14,13 @@ is retired, or, where the caller gave an address, `settled` says when that memor
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from kvstore.client.address import NodeAddress
 from kvstore.client.staging import Staging
 from kvstore.client.voyage import Job, Voyage
-from kvstore.core import Extents, MissReason, Part, checksums, select
+from kvstore.core import Extents, MissReason, Part, Run, checksums, select
 from kvstore.transfer import Handle, Piece, Status, Transfer
 
 MEET_S = 5.0
@@ -88,8 +89,8 @@ class _Push(Job[PushResult]):
         if not isinstance(self._source, int):
             self._source(view)
 
-    def meanwhile(self, view: memoryview) -> None:
-        self._checksums = checksums(view, self.part.runs)
+    def look(self, view: memoryview, runs: Sequence[Run]) -> None:
+        self._checksums += checksums(view, runs)
 
     def after(self, view: memoryview) -> PushResult:
         return PushResult(ok=True, checksums=self._checksums)
@@ -104,6 +105,7 @@ class _Pull(Job[PullResult]):
     def __init__(self, item: PullItem) -> None:
         self.extents, self.size_bytes, self.part, self._table, self._sink = item
         self.address = self._sink if isinstance(self._sink, int) else None
+        self._checksums = b""
         assert sum(run.size_bytes for run in self.part.runs) == self.part.size_bytes, (
             "a part with bytes outside its runs cannot be verified"
         )
@@ -111,8 +113,11 @@ class _Pull(Job[PullResult]):
     def before(self, view: memoryview) -> None:
         pass
 
+    def look(self, view: memoryview, runs: Sequence[Run]) -> None:
+        self._checksums += checksums(view, runs)
+
     def after(self, view: memoryview) -> PullResult:
-        if checksums(view, self.part.runs) != select(self._table, self.part.runs):
+        if self._checksums != select(self._table, self.part.runs):
             error = "the bytes that came are not those of the table"
             return PullResult(ok=False, reason=MissReason.BAD_COPY, corrupt=True, error=error)
         if not isinstance(self._sink, int):
@@ -134,6 +139,7 @@ class Mover:
     def __init__(self, transfer: Transfer, staging: Staging) -> None:
         self._transfer = transfer
         self._staging = staging
+        self._helper = ThreadPoolExecutor(1, "kvstore-copy")  # beside callers, by shared memory
         self._lock = threading.Lock()
         self._late: set[Handle] = set()  # transfers not ended at their deadline, in memory that callers gave
 
@@ -148,9 +154,7 @@ class Mover:
         Returns:
             A result per item. Only what is `ok` may be committed; what is not `quiet` may still land.
         """
-        voyage = Voyage(
-            self._transfer, self._staging, node, deadline_s, reading=False, add_late=self._add_late
-        )
+        voyage = self._voyage(node, deadline_s, reading=False)
         return [result for _, result in voyage.run([_Push(item) for item in items])]
 
     def pull(self, node: NodeAddress, items: Sequence[PullItem], deadline_s: float) -> list[PullResult]:
@@ -161,10 +165,19 @@ class Mover:
         self, node: NodeAddress, items: Sequence[PullItem], deadline_s: float
     ) -> Generator[tuple[int, PullResult], None, None]:
         """As `pull`, but gives (position, result) as soon as an object has ended, while later ones are read."""
-        voyage = Voyage(
-            self._transfer, self._staging, node, deadline_s, reading=True, add_late=self._add_late
-        )
+        voyage = self._voyage(node, deadline_s, reading=True)
         yield from voyage.run([_Pull(item) for item in items])
+
+    def _voyage(self, node: NodeAddress, deadline_s: float, *, reading: bool) -> Voyage:
+        return Voyage(
+            self._transfer,
+            self._staging,
+            node,
+            deadline_s,
+            reading=reading,
+            add_late=self._add_late,
+            helper=self._helper,
+        )
 
     def meet(self, node: NodeAddress) -> None:
         """Has the first contact with a node now, so that no object waits for it.

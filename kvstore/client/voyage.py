@@ -1,7 +1,10 @@
 """A voyage: one call of the mover, a window of objects under way to or from one node.
 
-    begin    take a slot (or the caller's memory), `Job.before`, submit the first batch, `Job.meanwhile`
-    finish   wait, submit the next batch while there is one, `Job.after`, slot back
+    begin    take a slot (or the caller's memory), `Job.before`, submit the first batch, `Job.look` at what is sent
+    finish   wait, submit the next batch while there is one, `Job.look` at what came, `Job.after`, slot back
+
+Where the node's memory is here (`Transfer.by_hand`) nothing is submitted: a thread copies and looks by turns, so that
+the bytes it looks at are in its caches. The caller's thread and a helper take the objects in order.
 
 The window holds at most one batch of bytes, or a single object of any size. The oldest flight is always
 finished first, so results come in order, and a flight's slot is given up on every way out.
@@ -10,17 +13,23 @@ finished first, so results come in order, and a flight's slot is given up on eve
 import ctypes
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 from kvstore.client.address import NodeAddress
 from kvstore.client.staging import Slot, Staging
-from kvstore.core import Extents, MissReason, Part, TransferFailed, limits, locate
-from kvstore.transfer import Handle, Piece, Status, Transfer
+from kvstore.client.turns import by_turns
+from kvstore.core import Extents, MissReason, Part, Run, TransferFailed, limits, locate
+from kvstore.transfer import HandCopy, Handle, Piece, Status, Transfer
 
 R = TypeVar("R")
+
+PORTION_BYTES = limits.MIB  # copied and looked at by turns: source and target are in the caches together
 
 
 class Job(ABC, Generic[R]):
@@ -38,8 +47,10 @@ class Job(ABC, Generic[R]):
     def before(self, view: memoryview) -> None:
         """Called with the part's memory before it moves."""
 
-    def meanwhile(self, view: memoryview) -> None:
-        """Called once the first batch has been submitted; may look at the bytes that are being sent."""
+    @abstractmethod
+    def look(self, view: memoryview, runs: Sequence[Run]) -> None:
+        """Called with the part's memory and all its runs, in order, in one call or in several: when they have come,
+        or when they are being sent."""
 
     @abstractmethod
     def after(self, view: memoryview) -> R:
@@ -73,6 +84,7 @@ class Voyage:
         deadline_s: seconds from now.
         reading: from the node, else to it.
         add_late: is given the transfers that have not ended at the deadline, in memory that callers gave.
+        helper: a thread that copies beside the caller's.
     """
 
     def __init__(
@@ -84,25 +96,35 @@ class Voyage:
         *,
         reading: bool,
         add_late: Callable[[Handle], None],
+        helper: Executor,
     ) -> None:
         self._transfer = transfer
         self._staging = staging
         self._node = node
         self._segment = ""
         self._end = time.monotonic() + deadline_s
+        self._reading = reading
         self._submit = transfer.submit_read if reading else transfer.submit_write
         self._add_late = add_late
+        self._helper = helper
         self._under_way_bytes = 0
         self._down = ""
+        self._is_near = False
         try:
             self._segment = transfer.reach(node.segments)
             if not self._segment:
                 self._down = f"the node cannot be reached by {transfer.protocol}"
+            elif nothing := transfer.by_hand(self._segment, (), writing=not reading):
+                nothing.close()
+                self._is_near = True
         except TransferFailed as error:
             self._down = str(error)
 
     def run(self, jobs: Sequence[Job[R]]) -> Iterator[tuple[int, R]]:
         """Gives (position, result) of every job, in order, each as soon as it has ended."""
+        if self._is_near:
+            yield from by_turns(partial(self._carry_one, jobs), len(jobs), self._helper)
+            return
         waiting = deque(enumerate(jobs))
         flights: deque[Flight[R]] = deque()
         try:
@@ -121,6 +143,11 @@ class Voyage:
             for flight in flights:
                 self._let_go(flight)
 
+    def _carry_one(self, jobs: Sequence[Job[R]], index: int) -> R:
+        flight = self._begin(index, jobs[index], wait=True)
+        assert flight is not None, "who waits for memory goes on with it, or with a result"
+        return self._finish(flight)
+
     def _left_s(self) -> float:
         return max(0.0, self._end - time.monotonic())
 
@@ -138,9 +165,7 @@ class Voyage:
                     return None
                 if flight.result is None:
                     job.before(flight.view)
-                    flight.batches.extend(_batches(self._pieces(flight)))
-                    self._start_batch(flight)
-                    job.meanwhile(flight.view)
+                    self._depart(flight)
         except TransferFailed as error:
             self._down = str(error)
             flight.result = job.missed(MissReason.NODE_DOWN, self._down, moving=False, failed=False)
@@ -151,6 +176,33 @@ class Voyage:
             self._let_go(flight)
             raise
         return flight
+
+    def _depart(self, flight: Flight[R]) -> None:
+        """Carries the flight out by hand, or submits its first batch."""
+        pieces = self._pieces(flight)
+        copy = self._transfer.by_hand(self._segment, pieces, writing=not self._reading)
+        if copy is not None:
+            try:
+                flight.result = self._carry(flight, copy)
+            finally:
+                copy.close()
+            return
+        flight.batches.extend(_batches(pieces))
+        self._start_batch(flight)
+        if not self._reading:
+            flight.job.look(flight.view, flight.job.part.runs)
+
+    def _carry(self, flight: Flight[R], copy: HandCopy) -> R:
+        """Copies and looks, portion by portion."""
+        job, start = flight.job, 0
+        for runs, end in _portions(job.part):
+            if self._left_s() <= 0:
+                return self._too_late(flight)
+            if not copy.move(end - start):
+                return self._broken(flight)
+            job.look(flight.view, runs)
+            start = end
+        return self._arrive(flight)
 
     def _obstacle(self, job: Job[R]) -> R | None:
         """The result of a job that need not be tried."""
@@ -218,15 +270,27 @@ class Voyage:
             self._down = str(error)
             return job.missed(MissReason.NODE_DOWN, self._down, moving=False, failed=False)
         if status is Status.PENDING:
-            moving = flight.handle is not None
-            return job.missed(MissReason.TOO_SLOW, "the deadline came first", moving=moving, failed=False)
+            return self._too_late(flight)
         if status is Status.FAILED:
-            self._down = f"a transfer with the segment {self._segment} failed"
-            return job.missed(MissReason.NODE_DOWN, self._down, moving=False, failed=True)
+            return self._broken(flight)
+        if self._reading:
+            job.look(flight.view, job.part.runs)
+        return self._arrive(flight)
+
+    def _too_late(self, flight: Flight[R]) -> R:
+        moving = flight.handle is not None
+        return flight.job.missed(MissReason.TOO_SLOW, "the deadline came first", moving=moving, failed=False)
+
+    def _broken(self, flight: Flight[R]) -> R:
+        self._down = f"a transfer with the segment {self._segment} failed"
+        return flight.job.missed(MissReason.NODE_DOWN, self._down, moving=False, failed=True)
+
+    def _arrive(self, flight: Flight[R]) -> R:
+        """The result of bytes that have all moved and been looked at."""
         try:
-            return job.after(flight.view)
+            return flight.job.after(flight.view)
         except Exception as error:  # noqa: BLE001 - whatever a caller's sink raises is this object's result
-            return job.missed(None, f"its sink failed: {error!r}", moving=False, failed=False)
+            return flight.job.missed(None, f"its sink failed: {error!r}", moving=False, failed=False)
 
     def _see_through(self, flight: Flight[R]) -> Status:
         """Waits for all batches. PENDING when time is up; then `flight.handle` is what still moves, if anything."""
@@ -255,6 +319,22 @@ class Voyage:
                 self._add_late(handle)
         elif slot:
             self._staging.give_back(slot)
+
+
+def _portions(part: Part) -> Iterator[tuple[Sequence[Run], int]]:
+    """The part's runs in groups of about `PORTION_BYTES`, each with where its bytes end in the part."""
+    runs, first = part.runs, 0
+    while first < len(runs):
+        room_ends = runs[first].offset_bytes + PORTION_BYTES
+        after = bisect_right(runs, room_ends, lo=first + 1, key=_end)
+        yield runs[first:after], runs[after].offset_bytes if after < len(runs) else part.size_bytes
+        first = after
+    if not runs:
+        yield (), part.size_bytes
+
+
+def _end(run: Run) -> int:
+    return run.offset_bytes + run.size_bytes
 
 
 def _batches(pieces: list[Piece]) -> list[list[Piece]]:

@@ -2,7 +2,7 @@
 
 from kvstore.transfer.arena_socket import ArenaSocket
 from kvstore.transfer.auto import AutoTransfer
-from kvstore.transfer.base import Handle, Piece, Status, Transfer
+from kvstore.transfer.base import HandCopy, Handle, Piece, Status, Transfer
 from kvstore.transfer.in_process import Fault, InProcessNetwork, InProcessTransfer, Plan
 from kvstore.transfer.mooncake import MooncakeTransfer
 from kvstore.transfer.self_transfer import RDMA_PACKET_BYTES_MAX, SelfTransfer, self_transfer
@@ -13,6 +13,7 @@ __all__ = [
     "ArenaSocket",
     "AutoTransfer",
     "Fault",
+    "HandCopy",
     "Handle",
     "InProcessNetwork",
     "InProcessTransfer",

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from kvstore.core import TransferFailed
-from kvstore.transfer.base import Handle, Piece, Status, Transfer
+from kvstore.transfer.base import HandCopy, Handle, Piece, Status, Transfer
 
 
 class AutoTransfer:
@@ -70,6 +70,10 @@ class AutoTransfer:
         """See `Transfer.submit_write`."""
         transfer = self._of(segment)
         return self._entered(transfer, transfer.submit_write(segment, pieces))
+
+    def by_hand(self, segment: str, pieces: Sequence[Piece], *, writing: bool) -> HandCopy | None:
+        """See `Transfer.by_hand`."""
+        return self._of(segment).by_hand(segment, pieces, writing=writing)
 
     def poll(self, handle: Handle) -> Status:
         """See `Transfer.poll`."""

@@ -41,6 +41,16 @@ class Status(Enum):
     FAILED = "failed"
 
 
+class HandCopy(Protocol):
+    """A transfer that its caller's thread carries out, so that it can hash bytes while they are in its caches."""
+
+    def move(self, size_bytes: int) -> bool:
+        """Copies the next bytes of the pieces, in order. False: it has failed, and nothing of it moves any more."""
+
+    def close(self) -> None:
+        """Ends it, wherever it is. Not to be called while `move` is."""
+
+
 class Transfer(Protocol):
     """Moves bytes between registered local memory and segments of peers."""
 
@@ -80,6 +90,9 @@ class Transfer(Protocol):
 
     def submit_write(self, segment: str, pieces: Sequence[Piece]) -> Handle:
         """Starts copying from local memory to the segment. Raises as `submit_read`."""
+
+    def by_hand(self, segment: str, pieces: Sequence[Piece], *, writing: bool) -> HandCopy | None:
+        """The same copies for the caller to carry out, and to `close`. None: these can only be submitted."""
 
     def poll(self, handle: Handle) -> Status:
         """Where the transfer is, without waiting. After DONE or FAILED the handle is forgotten."""

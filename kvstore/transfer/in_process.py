@@ -151,6 +151,9 @@ class InProcessTransfer:
         """See `Transfer.submit_write`."""
         return self._submit(_Moving(segment, merge(pieces), reading=False))
 
+    def by_hand(self, segment: str, pieces: Sequence[Piece], *, writing: bool) -> None:
+        """None: see `Transfer.by_hand`."""
+
     def poll(self, handle: Handle) -> Status:
         """See `Transfer.poll`."""
         with self._network.lock:

@@ -154,6 +154,9 @@ class MooncakeTransfer:
         """See `Transfer.submit_write`."""
         return self._submit(segment, pieces, reading=False)
 
+    def by_hand(self, segment: str, pieces: Sequence[Piece], *, writing: bool) -> None:
+        """None: see `Transfer.by_hand`."""
+
     def poll(self, handle: Handle) -> Status:
         """See `Transfer.poll`."""
         with self._lock:

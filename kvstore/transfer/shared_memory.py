@@ -6,7 +6,8 @@ How this becomes the contract of `base.py`:
   a thread, which from then on waits for the node's end and unmaps: the memory of a node that is gone is not
   kept. Reading and writing use a mapping each, so that no mistake of a reader can change the arena.
 * `submit_*` queues; a few threads copy, reads first, piece by piece of at most `PIECE_BYTES_MAX`, without the
-  GIL. Between two pieces they look whether they should go on: what is unregistered, closed, or
+  GIL. With `by_hand` the caller's thread copies instead, and has the bytes in its caches when it hashes them
+  (docs/decisions/0325). Before each piece it is looked whether to go on: what is unregistered, closed, or
   over `LIVES_S` (a process that was stopped and continued) moves nothing more. So what lands late of a writer
   that was stopped is at most the piece it was stopped in (docs/decisions/0260), and no piece begins after the
   pages it is for have been held (`limits.HOLD_S`).
@@ -18,20 +19,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from socket import SHUT_RDWR
 
 from kvstore.core import TransferFailed, limits
 from kvstore.transfer.arena_socket import ArenaRefused, ask_for_arena, has_ended
-from kvstore.transfer.base import Handle, Piece, Status
+from kvstore.transfer.base import HandCopy, Handle, Piece, Status
+from kvstore.transfer.copying import ByHand, Moving, Peer, cut, inside
 from kvstore.transfer.mapped_arena import MappedArena
 from kvstore.transfer.pieces import merge
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES_MAX = 4 * limits.MIB
 LIVES_S = 10.0
 REACH_S = 1.0
 TRY_AGAIN_S = 10.0
@@ -40,41 +41,6 @@ _CLOSE_S = 10.0
 _YIELD_S = 0.005
 
 assert LIVES_S < limits.HOLD_S, "a copy that goes on late must find its pages held"
-
-
-@dataclass(eq=False, slots=True)
-class _Peer:
-    """A node's arena, for reading or for writing: being asked for, mapped, or refused."""
-
-    segment: str
-    writing: bool
-    arena: MappedArena | None = None
-    error: str = ""
-    busy: int = 0  # pieces being copied
-    waiting: list["_Moving"] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class _Moving:
-    """A transfer that nobody has been told the end of."""
-
-    peer: _Peer
-    pieces: list[Piece]
-    begun_s: float
-    status: Status = Status.PENDING
-    busy: bool = False  # a piece is being copied
-    cancelled: bool = False
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def end(self, status: Status) -> None:
-        self.status = status
-        self.ended.set()
-
-    def touches(self, address: int, size_bytes: int) -> bool:
-        return any(
-            piece.local_address < address + size_bytes and address < piece.local_address + piece.size_bytes
-            for piece in self.pieces
-        )
 
 
 class SharedMemoryTransfer:
@@ -94,11 +60,11 @@ class SharedMemoryTransfer:
         self._lives_s = lives_s
         self._changed = threading.Condition()  # guards all below
         self._handles = itertools.count(1)
-        self._moving: dict[Handle, _Moving] = {}
-        self._reads: deque[_Moving] = deque()
-        self._writes: deque[_Moving] = deque()
+        self._moving: dict[Handle, Moving] = {}
+        self._reads: deque[Moving] = deque()
+        self._writes: deque[Moving] = deque()
         self._regions: dict[int, int] = {}
-        self._peers: dict[tuple[str, bool], _Peer] = {}
+        self._peers: dict[tuple[str, bool], Peer] = {}
         self._failed: dict[str, float] = {}  # segment -> when it could not be had
         self._mapped = 0
         self.copied_bytes = 0
@@ -152,6 +118,18 @@ class SharedMemoryTransfer:
         """See `Transfer.submit_write`."""
         return self._submit(segment, merge(pieces), writing=True)
 
+    def by_hand(self, segment: str, pieces: Sequence[Piece], *, writing: bool) -> HandCopy | None:
+        """See `Transfer.by_hand`. None while the arena is being asked for, and where it does not hold the pieces."""
+        merged = merge(pieces)
+        with self._changed:
+            self._check(merged)
+            arena = (peer := self._peer(segment, writing)).arena
+            if arena is None or not inside(arena, merged):
+                return None
+            moving = Moving(peer, merged, time.monotonic())
+            self._moving[handle := Handle(next(self._handles))] = moving
+        return ByHand(moving.pieces, partial(self._copy_piece, moving), partial(self._forget_by_hand, handle))
+
     def poll(self, handle: Handle) -> Status:
         """See `Transfer.poll`."""
         with self._changed:
@@ -187,7 +165,7 @@ class SharedMemoryTransfer:
         with self._changed:
             self._check(pieces)
             peer = self._peer(segment, writing)
-            moving = _Moving(peer, pieces, time.monotonic())
+            moving = Moving(peer, pieces, time.monotonic())
             handle = Handle(next(self._handles))
             self._moving[handle] = moving
             if peer.arena is None:
@@ -207,23 +185,23 @@ class SharedMemoryTransfer:
                     f"{size_bytes} bytes at {local:#x} lie outside the memory registered here"
                 )
 
-    def _peer(self, segment: str, writing: bool) -> _Peer:
+    def _peer(self, segment: str, writing: bool) -> Peer:
         """The arena behind a segment; it is being asked for if it is not here."""
         peer = self._peers.get((segment, writing))
         if peer is not None and self._is_gone(peer):
             self._forget(peer)
             peer = None
         if peer is None:
-            peer = self._peers[segment, writing] = _Peer(segment, writing)
+            peer = self._peers[segment, writing] = Peer(segment, writing)
             threading.Thread(target=self._attend, args=(peer,), name="shm-arena", daemon=True).start()
         return peer
 
-    def _is_gone(self, peer: _Peer) -> bool:
+    def _is_gone(self, peer: Peer) -> bool:
         """Whether its node has ended and its thread does not know yet. While copies are under way nobody is asked."""
         idle = not (peer.busy or self._reads or self._writes)
         return idle and peer.arena is not None and has_ended(peer.arena.connection)
 
-    def _forget(self, peer: _Peer) -> None:
+    def _forget(self, peer: Peer) -> None:
         """Nothing moves there any more, but for the pieces under way."""
         if self._peers.get((peer.segment, peer.writing)) is peer:
             del self._peers[peer.segment, peer.writing]
@@ -233,8 +211,8 @@ class SharedMemoryTransfer:
         peer.waiting.clear()
         self._changed.notify_all()
 
-    def _enqueue(self, arena: MappedArena, moving: _Moving) -> None:
-        if any(arena.local(remote, size_bytes) is None for _, remote, size_bytes in moving.pieces):
+    def _enqueue(self, arena: MappedArena, moving: Moving) -> None:
+        if not inside(arena, moving.pieces):
             moving.end(Status.FAILED)
         elif not moving.pieces:
             moving.end(Status.DONE)
@@ -242,15 +220,21 @@ class SharedMemoryTransfer:
             (self._writes if moving.peer.writing else self._reads).append(moving)
             self._changed.notify_all()
 
-    def _cancel(self, moving: _Moving) -> None:
+    def _cancel(self, moving: Moving) -> None:
         if moving.status is Status.PENDING:
             moving.cancelled = True
             if not moving.busy:
                 moving.end(Status.FAILED)
 
+    def _forget_by_hand(self, handle: Handle) -> None:
+        with self._changed:
+            moving = self._moving.pop(handle)
+            if moving.status is Status.PENDING:
+                moving.end(Status.FAILED)
+
     # --- the life of a mapping: a thread each -----------------------------------------------------------
 
-    def _attend(self, peer: _Peer) -> None:
+    def _attend(self, peer: Peer) -> None:
         """Asks for the arena, lets transfers go on, and unmaps it when its node has ended or this is closed."""
         try:
             handed = ask_for_arena(peer.segment, self._token, writing=peer.writing)
@@ -288,7 +272,7 @@ class SharedMemoryTransfer:
         with suppress(OSError):
             arena.connection.recv(1)
 
-    def _could_not(self, peer: _Peer, error: Exception) -> None:
+    def _could_not(self, peer: Peer, error: Exception) -> None:
         if isinstance(error, ArenaRefused):
             log.warning(
                 "a node on this host does not share its memory, so bytes take the slower way: %s", error
@@ -300,7 +284,7 @@ class SharedMemoryTransfer:
             self._failed[peer.segment] = time.monotonic()
             self._forget(peer)
 
-    # --- copying: a few threads --------------------------------------------------------------------------
+    # --- copying: a few threads, or a caller's --------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -311,20 +295,26 @@ class SharedMemoryTransfer:
                 moving = (self._reads or self._writes).popleft()
             self._copy(moving)
 
-    def _copy(self, moving: _Moving) -> None:
-        for piece in _cut(moving.pieces):
-            self._before_piece()
-            addresses = self._begin(moving, piece)
-            if addresses is None:
+    def _copy(self, moving: Moving) -> None:
+        for piece in cut(moving.pieces):
+            if not self._copy_piece(moving, piece):
                 return
-            arena = moving.peer.arena
-            assert arena is not None, "it stays as long as a piece is being copied"
-            arena.populate_for(piece)
-            self._move(*addresses, piece.size_bytes)
-            self._end(moving, piece.size_bytes)
         with self._changed:
             if moving.status is Status.PENDING:
                 moving.end(Status.DONE)
+
+    def _copy_piece(self, moving: Moving, piece: Piece) -> bool:
+        """Copies one piece, unless the transfer has ended."""
+        self._before_piece()
+        addresses = self._begin(moving, piece)
+        if addresses is None:
+            return False
+        arena = moving.peer.arena
+        assert arena is not None, "it stays as long as a piece is being copied"
+        arena.populate_for(piece)
+        self._move(*addresses, piece.size_bytes)
+        self._end(moving, piece.size_bytes)
+        return True
 
     def _before_piece(self) -> None:
         """A place for tests to stand in the way."""
@@ -332,7 +322,7 @@ class SharedMemoryTransfer:
     def _move(self, target: int, source: int, size_bytes: int) -> None:
         ctypes.memmove(target, source, size_bytes)
 
-    def _begin(self, moving: _Moving, piece: Piece) -> tuple[int, int] | None:
+    def _begin(self, moving: Moving, piece: Piece) -> tuple[int, int] | None:
         """(target, source) of a piece that may be copied now."""
         with self._changed:
             if time.monotonic() > moving.begun_s + self._lives_s:
@@ -346,7 +336,7 @@ class SharedMemoryTransfer:
             peer.busy += 1
             return (remote, piece.local_address) if peer.writing else (piece.local_address, remote)
 
-    def _end(self, moving: _Moving, size_bytes: int) -> None:
+    def _end(self, moving: Moving, size_bytes: int) -> None:
         with self._changed:
             self.copied_bytes += size_bytes
             moving.busy = False
@@ -354,10 +344,3 @@ class SharedMemoryTransfer:
             if moving.cancelled:
                 moving.end(Status.FAILED)
                 self._changed.notify_all()  # who cancelled it may wait for this
-
-
-def _cut(pieces: list[Piece]) -> Iterator[Piece]:
-    """The same copies in pieces that do not take long."""
-    for local, remote, size_bytes in pieces:
-        for done in range(0, size_bytes, PIECE_BYTES_MAX):
-            yield Piece(local + done, remote + done, min(PIECE_BYTES_MAX, size_bytes - done))

@@ -2,13 +2,30 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from kvstore.transfer import Handle, Piece, Status, Transfer
+from kvstore.transfer import HandCopy, Handle, Piece, Status, Transfer
 
 Damage = Callable[[Sequence[Piece]], None]
 
 
 def harmless(_: Sequence[Piece]) -> None:
     """Damages nothing."""
+
+
+class _Damaging:
+    """A copy by hand of objects that are one portion: damaged behind the copy, before anybody looks."""
+
+    def __init__(self, copy: HandCopy, pieces: Sequence[Piece], damage: Damage) -> None:
+        self._copy = copy
+        self._pieces = pieces
+        self._damage = damage
+        self.close = copy.close
+
+    def move(self, size_bytes: int) -> bool:
+        assert size_bytes == sum(piece.size_bytes for piece in self._pieces), "more than one portion"
+        moved = self._copy.move(size_bytes)
+        if moved:
+            self._damage(self._pieces)
+        return moved
 
 
 class FlippingTransfer:
@@ -51,6 +68,10 @@ class FlippingTransfer:
             assert self._ended[handle] is Status.DONE, "the write that was to be damaged failed by itself"
             self.sent(pieces)
         return handle
+
+    def by_hand(self, segment: str, pieces: Sequence[Piece], *, writing: bool) -> HandCopy | None:
+        copy = self._real.by_hand(segment, pieces, writing=writing)
+        return copy and _Damaging(copy, pieces, self.sent or harmless if writing else self.received)
 
     def poll(self, handle: Handle) -> Status:
         return self._ended.pop(handle, None) or self._arrived(handle, self._real.poll(handle))

@@ -35,8 +35,8 @@ from kvstore.transfer import (
     Transfer,
 )
 from kvstore.transfer.arena_socket import Handed, ask_for_arena
+from kvstore.transfer.copying import PIECE_BYTES_MAX
 from kvstore.transfer.mapped_arena import MappedArena
-from kvstore.transfer.shared_memory import PIECE_BYTES_MAX
 from tests.contracts.transfer import SIZE, Rig, TransferSuite
 from tests.contracts.transfer_memory import Memory
 from tests.support import Process, wait_until
