@@ -29,6 +29,7 @@ class Arguments(NamedTuple):
 
     json: bool
     full: bool
+    extra: Mapping[str, str] = {}  # what only this benchmark can be asked; empty where it was not
 
 
 class Samples(NamedTuple):
@@ -54,13 +55,15 @@ def run(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-def parse_arguments(description: str) -> Arguments:
-    """Reads --json and --full from the command line."""
+def parse_arguments(description: str, **extra: str) -> Arguments:
+    """Reads --json and --full from the command line, and `extra` options, given with their help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--full", action="store_true", help="as many runs as a publication needs")
+    for name, meaning in extra.items():
+        parser.add_argument(f"--{name}", default="", metavar=name.upper(), help=meaning)
     known = parser.parse_args()
-    return Arguments(known.json, known.full)
+    return Arguments(known.json, known.full, {name: getattr(known, name) for name in extra})
 
 
 def interleave(measured: Mapping[str, Callable[[], float]], pairs: int) -> dict[str, Samples]:

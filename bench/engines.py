@@ -1,48 +1,66 @@
 """Real engines with this store and with what people would use instead: time to first token, and 50 mixed requests.
 
-    local     vLLM's own prefix cache, in one engine: the limit
+    local     vLLM's own prefix cache, in an engine without a connector: the limit
+    cold      the same engine, which computes everything
     tcp       this store, bytes by Mooncake over loopback TCP
     shm       this store, bytes through shared memory
     mooncake  vLLM's MooncakeStoreConnector on a Mooncake Store of its own (master, owner), over loopback TCP
-    cold      computed
+    lmcache   vLLM's LMCacheMPConnector on LMCache's multi-process server, through shared memory; with --full
 
-The prompts are computed and pushed by an engine of each store, which then ends; fresh engines find them. Before every
+The prompts are computed and pushed by an engine of each store, which then ends; fresh engines find them. Before each
 hit an engine's own prefix cache is emptied. All answer in turns and must say the same: SmolLM2-135M in fp32, greedy,
-all engines with equally many threads. The mixed requests are ten conversations of five turns; every turn finds what
-the last one left in the store, as on an engine that has not seen the conversation.
+all engines with equally many threads. Every prompt ends 127 tokens after its last whole block: all of them compute
+these. `above local` is what is left of a hit when that is taken away.
 
-    python bench/engines.py [--full] [--json]
+The mixed requests are ten conversations of five turns, four at a time; between two turns an engine's own cache is
+emptied, as if another engine had had the turn before, so that all that was said comes from the store.
+
+    python bench/engines.py [--full] [--json]      eight minutes; --full: longer prompts, LMCache, half an hour
 """
 
 import json
-import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 from bench._harness import Report, Samples, Wrong, finish_all, interleave, parse_arguments, run
+from bench._lmcache import LmcacheServer
 from bench._mooncake_store import MooncakePool
-from deploy.demo.engine import Engine, Prompt
+from deploy.demo.engine import Engine
 from deploy.demo.node import Node
 from tests.support import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / ".cache/models/SmolLM2-135M-Instruct"
+FLAGS = ("--max-model-len", "8192")
 LENGTHS = (511, 1_919)
+LENGTHS_FULL = (*LENGTHS, 3_711, 7_551)
 AIM_LENGTH = 1_919
+COLD_LENGTH_MAX = 2_000  # computed in every turn; longer ones once
 BLOCK_TOKENS = 128  # vLLM's block size on CPU
+LMCACHE_TOKENS = 256  # of its chunks
 BYTES_PER_TOKEN = 46_080  # of KV, SmolLM2 in fp32
-TOKENS = 16
+TOKENS, MIXED_TOKENS = 16, 8
 PUSH_S = 120.0
-PAIRS, PAIRS_FULL = 7, 21
-CONVERSATIONS, TURNS = 10, 5
-SEGMENT_BYTES = 2 << 30
+PAIRS, PAIRS_FULL = 7, 11
+CONVERSATIONS, TURNS, AT_ONCE = 10, 5, 4
+STORE_GIB = 2
 AIMS = {"shm_vs_local": 1.3, "tcp_vs_local": 2.0}
 AIM_MOONCAKE = 2.5
+
+
+class Store(NamedTuple):
+    """What an engine is started with, and how many tokens there are in the least that it finds."""
+
+    config: str | None
+    env: Mapping[str, str] = {}
+    unit_tokens: int = BLOCK_TOKENS
 
 
 def prompt_of(length: int) -> list[int]:
@@ -50,9 +68,14 @@ def prompt_of(length: int) -> list[int]:
     return [(length * 7 + at * 31) % 40_000 + 100 for at in range(length)]
 
 
-def mooncake_config(stack: ExitStack, folder: Path) -> str:
-    """A Mooncake Store is started; the value of --kv-transfer-config."""
-    pool = stack.enter_context(MooncakePool(folder / "mooncake", SEGMENT_BYTES))
+def conversation(number: int, turn: int) -> list[int]:
+    """The prompt of a turn: all that was said before, and some more."""
+    return [(number * 7_919 + at * 37) % 40_000 + 100 for at in range(260 + 20 * number + 130 * turn)]
+
+
+def mooncake(stack: ExitStack, folder: Path) -> Store:
+    """A Mooncake Store is started: the connector's defaults, memory in a process of its own."""
+    pool = stack.enter_context(MooncakePool(folder / "mooncake", STORE_GIB << 30))
     file = folder / "mooncake.json"
     settings = {
         "metadata_server": "P2PHANDSHAKE",
@@ -63,36 +86,40 @@ def mooncake_config(stack: ExitStack, folder: Path) -> str:
         "local_buffer_size": 256 << 20,
     }
     file.write_text(json.dumps(settings))
-    os.environ["MOONCAKE_CONFIG_PATH"] = str(file)
-    os.environ["MC_FORCE_TCP"] = "1"
-    return json.dumps(
-        {
-            "kv_connector": "MooncakeStoreConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-        }
-    )
+    config = {
+        "kv_connector": "MooncakeStoreConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    return Store(json.dumps(config), {"MOONCAKE_CONFIG_PATH": str(file), "MC_FORCE_TCP": "1"})
 
 
-def our_config(node: Node, transfer: str) -> str:
-    """The value of --kv-transfer-config for this store."""
+def lmcache(stack: ExitStack, folder: Path) -> Store:
+    """LMCache's server is started."""
+    server = stack.enter_context(LmcacheServer(folder / "lmcache", STORE_GIB))
+    return Store(server.transfer_config, server.env, LMCACHE_TOKENS)
+
+
+def ours(node: Node, transfer: str) -> Store:
+    """This store."""
     config = json.loads(node.transfer_config)
     config["kv_connector_extra_config"] |= {"transfer": transfer, "load_policy": "always"}
-    return json.dumps(config)
+    return Store(json.dumps(config))
 
 
 class Bench:
     """An engine, and what is asked of it. All engines must say the same: `said` is shared."""
 
-    def __init__(self, engine: Engine, said: dict[str, str]) -> None:
+    def __init__(self, engine: Engine, store: Store, said: dict[str, str]) -> None:
         self.engine = engine
+        self._unit_tokens = store.unit_tokens
         self._said = said
         self._salts = count()
 
     def pulled(self, length: int) -> float:
         """Seconds to the first token of a prompt that its store has."""
         self.engine.forget_local_prefixes()
-        return self._ask(length, pulled=length // BLOCK_TOKENS * BLOCK_TOKENS, local=0)
+        return self._ask(length, pulled=length // self._unit_tokens * self._unit_tokens, local=0)
 
     def local(self, length: int) -> float:
         """Of one that its own cache has."""
@@ -102,14 +129,20 @@ class Bench:
         """Of one that nobody has."""
         return self._ask(length, pulled=0, local=0, salt=f"cold {next(self._salts)}")
 
-    def turn(self, prompt: Prompt) -> float:
-        """Seconds of one turn of a conversation; everything that it finds it finds in the store."""
-        self.engine.forget_local_prefixes()
+    def turn(self, kind: str, turn: int) -> float:
+        """Seconds for one turn of all conversations."""
+        if kind not in {"local", "cold"}:
+            self.engine.forget_local_prefixes()
+
+        def ask(number: int) -> None:
+            salt = f"cold {turn} {number}" if kind == "cold" else kind  # tcp and shm have one node
+            answer = self.engine.complete(conversation(number, turn), MIXED_TOKENS, salt=salt)
+            self._agree(f"turn {turn} of conversation {number}", answer or "")
+
         began = time.perf_counter()
-        answer = self.engine.complete(prompt, TOKENS)
-        took_s = time.perf_counter() - began
-        self._agree(json.dumps(prompt), answer or "")
-        return took_s
+        with ThreadPoolExecutor(AT_ONCE) as clients:
+            list(clients.map(ask, range(CONVERSATIONS)))
+        return time.perf_counter() - began
 
     def _ask(self, length: int, *, pulled: int, local: int, salt: str | None = None) -> float:
         answer = self.engine.ask(prompt_of(length), TOKENS, salt=salt)
@@ -123,98 +156,120 @@ class Bench:
 
     def _agree(self, prompt: str, answer: str) -> None:
         if self._said.setdefault(prompt, answer) != answer:
-            raise Wrong(f"{self.engine.name} says {answer!r}, another {self._said[prompt]!r}")
+            raise Wrong(f"{self.engine.name} says {answer!r} to {prompt}, another {self._said[prompt]!r}")
 
 
-def start(stack: ExitStack, logs: Path, name: str, store: str, said: dict[str, str]) -> Bench:
+def start(stack: ExitStack, logs: Path, name: str, store: Store, said: dict[str, str]) -> Bench:
     """An engine that is ready."""
-    engine = Engine(name, MODEL, free_port(), logs, store=store)
+    engine = Engine(name, MODEL, free_port(), logs, store=store.config, flags=FLAGS, env=store.env)
     stack.callback(engine.stop)
     engine.wait_ready()
-    return Bench(engine, said)
+    return Bench(engine, store, said)
 
 
-def push(logs: Path, name: str, store: str, stored: Callable[[], bool]) -> None:
+def push(
+    logs: Path, name: str, store: Store, lengths: Sequence[int], stored: Callable[[], bool] = lambda: True
+) -> None:
     """An engine computes the prompts, pushes them and ends."""
     with ExitStack() as stack:
         writer = start(stack, logs, f"{name}-writer", store, {})
-        for length in LENGTHS:
+        for length in lengths:
             writer.engine.ask(prompt_of(length), 1)
         wait_until(stored, PUSH_S, "what was computed is stored")
         writer.engine.forget_local_prefixes()  # succeeds when no push is under way any more
 
 
-def conversation(number: int, turn: int) -> list[int]:
-    """The prompt of a turn: all that was said before, and some more."""
-    return [(number * 7_919 + at * 37) % 40_000 + 100 for at in range(260 + 260 * turn)]
-
-
-def mixed(benches: dict[str, Bench]) -> Report:
+def mixed(benches: Mapping[str, Bench]) -> Report:
     """Fifty requests of each engine, in turns."""
     report = Report(
-        f"{CONVERSATIONS * TURNS} requests: {CONVERSATIONS} conversations of {TURNS} turns", "requests/s"
+        f"{CONVERSATIONS * TURNS} requests: {CONVERSATIONS} conversations of {TURNS} turns, {AT_ONCE} at a time",
+        "requests/s",
     )
-    taken: dict[str, list[float]] = {name: [] for name in benches}
+    kinds = {**benches, "cold": benches["local"]}
+    pulled = {name: bench.engine.tokens_by_source()["external_kv_transfer"] for name, bench in kinds.items()}
+    seconds = dict.fromkeys(kinds, 0.0)
     for turn in range(TURNS):
-        for number in range(CONVERSATIONS):
-            for name, bench in benches.items():
-                taken[name].append(bench.turn(conversation(number, turn)))
-    samples = {name: Samples((len(seconds) / sum(seconds),)) for name, seconds in taken.items()}
+        for name, bench in kinds.items():
+            seconds[name] += bench.turn(name, turn)
+    samples = {name: Samples((CONVERSATIONS * TURNS / taken,)) for name, taken in seconds.items()}
     report.row("all", samples, against=("tcp", "mooncake"))
+    asked = sum(len(conversation(number, turn)) for number in range(CONVERSATIONS) for turn in range(TURNS))
+    for name, bench in benches.items():
+        came = bench.engine.tokens_by_source()["external_kv_transfer"] - pulled[name]
+        if not came and name != "local":
+            raise Wrong(f"{name} pulled nothing")
+        report.note(f"{name}: {came:,} of {asked:,} prompt tokens pulled")
     return report
 
 
-def first_tokens(report: Report, benches: dict[str, Bench], pairs: int) -> None:
+def first_tokens(report: Report, benches: Mapping[str, Bench], lengths: Sequence[int], pairs: int) -> None:
     """Rows for each length, and the aims."""
-    tcp = benches["tcp"]
-    for length in LENGTHS:
-        samples = interleave(
-            {
-                "tcp": partial(tcp.pulled, length),
-                "local": partial(tcp.local, length),
-                "shm": partial(benches["shm"].pulled, length),
-                "mooncake": partial(benches["mooncake"].pulled, length),
-                "cold": partial(tcp.cold, length),
-            },
-            pairs,
-        )
+    plain = benches["local"]
+    for length in lengths:
+        once = {} if length <= COLD_LENGTH_MAX else {"cold": Samples((plain.cold(length),))}
+        plain.engine.ask(prompt_of(length), 1)  # now its own cache has it
+        measured = {
+            "tcp": partial(benches["tcp"].pulled, length),
+            "local": partial(plain.local, length),
+            **{name: partial(bench.pulled, length) for name, bench in benches.items() if bench is not plain},
+            **({} if once else {"cold": partial(plain.cold, length)}),
+        }
+        samples = interleave(measured, pairs) | once
         report.row(f"{length} tokens", samples, against=("tcp", "local"))
         median = {name: some.median for name, some in samples.items()}
-        moved = length // BLOCK_TOKENS * BLOCK_TOKENS * BYTES_PER_TOKEN
-        report.note(
-            f"{length} tokens: {moved / 1e6:.0f} MB of KV; mooncake/tcp {median['mooncake'] / median['tcp']:.2f}, "
-            f"cold/tcp {median['cold'] / median['tcp']:.1f}, shm/local {median['shm'] / median['local']:.2f}"
-        )
+        report.note(said_of(length, median))
         if length == AIM_LENGTH:
             for name, aim in AIMS.items():
                 report.aim(name, median[name.split("_", 1)[0]] / median["local"], aim, "x", at_most=True)
             report.aim("mooncake_connector_vs_tcp", median["mooncake"] / median["tcp"], AIM_MOONCAKE, "x")
 
 
+def said_of(length: int, median: Mapping[str, float]) -> str:
+    """What the row of a length says."""
+    moved = length // BLOCK_TOKENS * BLOCK_TOKENS * BYTES_PER_TOKEN
+    stores = [name for name in median if name not in {"local", "cold"}]
+    above = {name: median[name] - median["local"] for name in stores}
+    return (
+        f"{length} tokens, {moved / 1e6:.0f} MB of KV; above local: "
+        + ", ".join(f"{name} {1e3 * above[name]:.0f} ms" for name in stores)
+        + f"; mooncake/tcp {median['mooncake'] / median['tcp']:.2f}, above local "
+        f"{above['mooncake'] / above['tcp']:.1f}; shm/local {median['shm'] / median['local']:.2f}, "
+        f"cold/tcp {median['cold'] / median['tcp']:.1f}"
+    )
+
+
 def main() -> int:
     """Measures and prints; the exit code."""
     arguments = parse_arguments(__doc__ or "")
     report = Report("Time to first token of a hit in a fresh engine", "s")
+    lengths = LENGTHS_FULL if arguments.full else LENGTHS
     said: dict[str, str] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         node = Node(free_port(), free_port(), folder)
         stack.callback(node.stop)
         node.wait_ready()
-        theirs = mooncake_config(stack, folder)
-        objects = sum(-(-(length // BLOCK_TOKENS) // 2) for length in LENGTHS)
-        push(folder, "ours", our_config(node, "mooncake"), lambda: node.gauge("kvstore_objects") >= objects)
-        push(folder, "theirs", theirs, lambda: True)
-        stores = {"tcp": our_config(node, "mooncake"), "shm": our_config(node, "shm"), "mooncake": theirs}
+        others = {"mooncake": mooncake(stack, folder)}
+        if arguments.full:
+            others["lmcache"] = lmcache(stack, folder)
+        objects = sum(-(-(length // BLOCK_TOKENS) // 2) for length in lengths)
+        push(
+            folder, "ours", ours(node, "mooncake"), lengths, lambda: node.gauge("kvstore_objects") >= objects
+        )
+        for name, store in others.items():
+            push(folder, name, store, lengths)
+        stores = {"tcp": ours(node, "mooncake"), "shm": ours(node, "shm"), **others, "local": Store(None)}
         benches = {name: start(stack, folder, name, store, said) for name, store in stores.items()}
-        for name, bench in benches.items():
-            report.note(f"first hit of the life of {name}: {bench.pulled(AIM_LENGTH):.2f} s")
-        first_tokens(report, benches, PAIRS_FULL if arguments.full else PAIRS)
+        for name in ("tcp", "shm", *others):
+            report.note(f"first hit of the life of {name}: {benches[name].pulled(AIM_LENGTH):.2f} s")
+        first_tokens(report, benches, lengths, PAIRS_FULL if arguments.full else PAIRS)
         if not arguments.json:
             report.finish(as_json=False)
             print(flush=True)
-        others = mixed(benches)
-    return finish_all((report, others), arguments.json) if arguments.json else others.finish(as_json=False)
+        throughput = mixed(benches)
+    if arguments.json:
+        return finish_all((report, throughput), as_json=True)
+    return throughput.finish(as_json=False)
 
 
 if __name__ == "__main__":

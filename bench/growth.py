@@ -4,28 +4,28 @@ For each size a node of its own, just large enough, and a Redis of its own are s
 4 KiB with tables of 256 runs, as a chunk of an 8B model has. Measured are: anonymous memory of the node (the arena is
 not in it) and memory of Redis; seconds until the node is ready, and until everything is stored and in the index;
 milliseconds of a lookup of 512 keys in the index, of an acquire of 512 keys at the node, and of 64 keys written into
-the full node, which evicts as many.
+the full node, which evicts as many: medians of 30 calls. All sizes are measured in turns, and what is printed is the
+median of the turns: a machine that is slow for a minute slows one of them.
 
 `growth_exponent_max`: the largest slope of a total (memory, seconds) over the number of objects, both in logarithms:
-1 is linear. `lookup_flat`, `acquire_flat`, `evict_flat`: the slowest median over the fastest.
+1 is linear. `lookup_flat`, `acquire_flat`, `evict_flat`: the slowest size over the fastest.
 
-    python bench/growth.py [--full] [--json] [--plot FILE.png]
+    python bench/growth.py [--full] [--json] [--plot FILE.png]      --full: to a million, ten minutes
 """
 
 import asyncio
 import json
 import random
-import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench._harness import Report, Samples, Wrong, parse_arguments, run
+from bench._harness import Report, Wrong, parse_arguments, run
 from bench._small_objects import MANIFEST, NAMESPACE, OBJECT_BYTES, TABLE, items, random_keys, store
 from kvstore.client import Client, ClientConfig
 from kvstore.core import Key
@@ -34,6 +34,8 @@ from tests.support.node import running_node
 
 SIZES = (10_000, 30_000, 100_000, 300_000)
 SIZES_FULL = (*SIZES, 1_000_000)
+TURNS = 3
+FILLERS = 4  # at once: neither client nor node waits for the other
 CHAIN = 512
 WRITTEN = 64
 REPEATS = 30
@@ -43,16 +45,16 @@ AIM_FLAT = 2.0
 
 
 class Point(NamedTuple):
-    """One size."""
+    """One size: one turn, or the medians of several."""
 
-    objects: int
+    objects: float
     ready_s: float
     filled_s: float
-    node_bytes: int
-    redis_bytes: int
-    lookup_ms: Samples
-    acquire_ms: Samples
-    evict_ms: Samples
+    node_bytes: float
+    redis_bytes: float
+    lookup_ms: float
+    acquire_ms: float
+    evict_ms: float
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -68,8 +70,8 @@ async def timed_ms(work: Awaitable[Any]) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
-async def calls_ms(client: Client, stored: list[Key]) -> tuple[Samples, Samples, Samples]:
-    """Lookups, acquires and writes that evict."""
+async def calls_ms(client: Client, stored: list[Key]) -> tuple[float, float, float]:
+    """Lookups, acquires and writes that evict: medians."""
     rng = random.Random(0)
     lookups, acquires = [], []
     for _ in range(REPEATS):
@@ -84,7 +86,7 @@ async def calls_ms(client: Client, stored: list[Key]) -> tuple[Samples, Samples,
     spare = int(len(stored) * (SPARE - 1)) + WRITTEN * REPEATS
     await store(client, random_keys(spare))  # now it is full
     writes = [await timed_ms(write(client)) for _ in range(REPEATS)]
-    return Samples(tuple(lookups)), Samples(tuple(acquires)), Samples(tuple(writes))
+    return median(lookups), median(acquires), median(writes)
 
 
 async def write(client: Client) -> None:
@@ -101,7 +103,7 @@ async def fill(control: str, pid: int, redis_client: Any, ready_s: float, object
         await client.open(MANIFEST)
         stored = random_keys(objects)
         began = time.perf_counter()
-        await store(client, stored)
+        await asyncio.gather(*[store(client, stored[lane::FILLERS]) for lane in range(FILLERS)])
         await wait_until_async(lambda: redis_client.dbsize() >= objects, 300, "all objects are in the index")
         filled_s = time.perf_counter() - began
         memory = anonymous_bytes(pid), int(redis_client.info("memory")["used_memory"])
@@ -121,42 +123,43 @@ def measure(objects: int) -> Point:
             return asyncio.run(fill(node.control, node.pid, redis_client, ready_s, objects))
 
 
-def exponent(points: Sequence[Point], total: Callable[[Point], float]) -> float:
+def medians(points: Sequence[Point]) -> Point:
+    """Of several turns with one size."""
+    return Point(*(median(values) for values in zip(*points, strict=True)))
+
+
+def exponent(points: Sequence[Point], total: str) -> float:
     """The slope of a total over the number of objects, in logarithms."""
     sizes = np.log([point.objects for point in points])
-    return float(np.polyfit(sizes, np.log([total(point) for point in points]), 1)[0])
+    return float(np.polyfit(sizes, np.log([getattr(point, total) for point in points]), 1)[0])
 
 
-TOTALS: dict[str, Callable[[Point], float]] = {
-    "node memory": lambda point: point.node_bytes,
-    "Redis memory": lambda point: point.redis_bytes,
-    "seconds to ready": lambda point: point.ready_s,
-    "seconds to fill": lambda point: point.filled_s,
+TOTALS = {
+    "node memory": "node_bytes",
+    "Redis memory": "redis_bytes",
+    "seconds to ready": "ready_s",
+    "seconds to fill": "filled_s",
 }
-CALLS: dict[str, Callable[[Point], Samples]] = {
-    "lookup": lambda point: point.lookup_ms,
-    "acquire": lambda point: point.acquire_ms,
-    "evict": lambda point: point.evict_ms,
-}
+CALLS = {"lookup": "lookup_ms", "acquire": "acquire_ms", "evict": "evict_ms"}
 
 
 def table(points: Sequence[Point]) -> str:
     """For people."""
     lines = [
         f"{'objects':>9} {'node B/object':>14} {'Redis B/object':>14} {'ready s':>8} {'fill s':>8} "
-        f"{'lookup ms':>24} {'acquire ms':>24} {'evict ms':>24}"
+        f"{'lookup ms':>10} {'acquire ms':>10} {'evict ms':>10}"
     ]
     for point in points:
         per_object = (point.node_bytes / point.objects, point.redis_bytes / point.objects)
         lines.append(
-            f"{point.objects:>9,} {per_object[0]:>14,.0f} {per_object[1]:>14,.0f} {point.ready_s:>8.2f} "
-            f"{point.filled_s:>8.1f} {point.lookup_ms!s:>24} {point.acquire_ms!s:>24} {point.evict_ms!s:>24}"
+            f"{point.objects:>9,.0f} {per_object[0]:>14,.0f} {per_object[1]:>14,.0f} {point.ready_s:>8.2f} "
+            f"{point.filled_s:>8.2f} {point.lookup_ms:>10.2f} {point.acquire_ms:>10.2f} {point.evict_ms:>10.2f}"
         )
     return "\n".join(lines)
 
 
 def plot(points: Sequence[Point], file: str) -> None:
-    """Totals and calls over the number of objects, relative to the smallest."""
+    """Totals and calls over the number of objects; totals relative to the smallest."""
     import matplotlib as mpl  # noqa: PLC0415 - only for who wants a picture
 
     mpl.use("Agg")
@@ -165,48 +168,37 @@ def plot(points: Sequence[Point], file: str) -> None:
     sizes = [point.objects for point in points]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for name, total in TOTALS.items():
-        left.loglog(sizes, [total(point) / total(points[0]) for point in points], marker="o", label=name)
+        values = [getattr(point, total) for point in points]
+        left.loglog(sizes, [value / values[0] for value in values], marker="o", label=name)
     left.loglog(sizes, [size / sizes[0] for size in sizes], color="grey", linestyle=":", label="linear")
     left.set(title="Totals, relative to the smallest", xlabel="objects")
     for name, call in CALLS.items():
-        right.semilogx(sizes, [call(point).median for point in points], marker="o", label=name)
+        right.semilogx(sizes, [getattr(point, call) for point in points], marker="o", label=name)
     right.set(title="Median of a call, ms", xlabel="objects", ylim=(0, None))
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(file, dpi=120)
-
-
-def plot_file() -> str | None:
-    """What --plot names; it is taken out of the command line."""
-    if "--plot" not in sys.argv:
-        return None
-    at = sys.argv.index("--plot")
-    file = sys.argv[at + 1]
-    del sys.argv[at : at + 2]
-    return file
+    figure.savefig(file, dpi=100)
 
 
 def main() -> int:
     """Measures and prints; the exit code."""
-    file = plot_file()
-    arguments = parse_arguments(__doc__ or "")
-    points = [measure(objects) for objects in (SIZES_FULL if arguments.full else SIZES)]
+    arguments = parse_arguments(__doc__ or "", plot="draw into this PNG file")
+    sizes = SIZES_FULL if arguments.full else SIZES
+    turns = [[measure(objects) for objects in sizes] for _ in range(TURNS)]
+    points = [medians(some) for some in zip(*turns, strict=True)]
     report = Report("", "")
     exponents = {name: exponent(points, total) for name, total in TOTALS.items()}
     report.note("exponents: " + ", ".join(f"{name} {value:.2f}" for name, value in exponents.items()))
     report.aim("growth_exponent_max", max(exponents.values()), AIM_EXPONENT, "", at_most=True)
     for name, call in CALLS.items():
-        medians = [call(point).median for point in points]
-        report.aim(f"{name}_flat", max(medians) / min(medians), AIM_FLAT, "x", at_most=True)
-    if file:
-        plot(points, file)
+        values = [getattr(point, call) for point in points]
+        report.aim(f"{name}_flat", max(values) / min(values), AIM_FLAT, "x", at_most=True)
+    if arguments.extra["plot"]:
+        plot(points, arguments.extra["plot"])
     if arguments.json:
-        content = report.content()
-        rows = [{key: getattr(p, key) for key in Point._fields if not key.endswith("_ms")} for p in points]
-        for row, point in zip(rows, points, strict=True):
-            row |= {f"{name}_ms": median(call(point).values) for name, call in CALLS.items()}
-        print(json.dumps({**content, "rows": rows}, indent=1))
+        rows = [{"turns": [point._asdict() for point in some]} for some in zip(*turns, strict=True)]
+        print(json.dumps({**report.content(), "rows": rows}, indent=1))
         return 0
     print(table(points))
     return report.finish(as_json=False)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -59,6 +59,7 @@ class Engine:
         logs: folder for its log.
         store: the value of --kv-transfer-config; None: no connector.
         flags: more words for `vllm serve`; the last of a kind wins.
+        env: more variables of its process.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Engine:
         *,
         store: str | None,
         flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.log_path = logs / f"{name}.log"
@@ -99,7 +101,8 @@ class Engine:
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache, which the negative control needs
-            },
+            }
+            | dict(env or {}),
         )
 
     def wait_ready(self) -> float:
