@@ -42,6 +42,8 @@ class Samples(NamedTuple):
         return median(self.values)
 
     def __str__(self) -> str:
+        if len(self.values) == 1:
+            return f"{self.median:.3g}"
         return f"{self.median:.3g} ({min(self.values):.3g}-{max(self.values):.3g})"
 
 
@@ -139,26 +141,35 @@ class Report:
         if as_json:
             print(json.dumps(self.content(), indent=1))
             return 0
-        print(self._title)
-        print(*_aligned(self._lines), sep="\n")
-        print(*self._notes, sep="\n")
+        self.show_table()
+        self.show_aims()
+        return 0
+
+    def show_table(self) -> None:
+        """Prints rows and notes."""
+        for line in (self._title, *_aligned(self._lines), *self._notes):
+            print(line, flush=True)
+
+    def show_aims(self) -> None:
+        """Prints each aim, and whether it was met."""
         for name, entry in self._summary.items():
             value, aim = entry["value"], entry["aim"]
             assert isinstance(value, float) and isinstance(aim, float)
             met = value <= aim if name in self._at_most else value >= aim
             bound = "at most" if name in self._at_most else "at least"
             print(f"{name}: {value:.2f} {entry['unit']}, aim {bound} {aim} {'met' if met else 'MISSED'}")
-        return 0
 
 
 def finish_all(reports: Sequence[Report], as_json: bool) -> int:
-    """Prints several reports of one benchmark, with --json as one list; the exit code."""
+    """Prints several reports of one benchmark, all aims last; with --json as one list. The exit code."""
     if as_json:
         print(json.dumps([report.content() for report in reports], indent=1))
         return 0
     for report in reports:
-        report.finish(as_json=False)
+        report.show_table()
         print()
+    for report in reports:
+        report.show_aims()
     return 0
 
 

@@ -38,15 +38,23 @@ class RawMooncake:
 
     def put(self, segment_bytes: int) -> float:
         """GB/s of writing a batch."""
-        return self._ask("write", segment_bytes)
+        return self._batch_bytes / self._ask("write", segment_bytes, self._batch_bytes) / 1e9
 
     def get(self, segment_bytes: int) -> float:
         """GB/s of reading a batch."""
-        return self._ask("read", segment_bytes)
+        return self._batch_bytes / self._ask("read", segment_bytes, self._batch_bytes) / 1e9
 
-    def _ask(self, what: str, segment_bytes: int) -> float:
+    def put_one_s(self, size_bytes: int) -> float:
+        """Seconds of writing one segment, alone."""
+        return self._ask("write", size_bytes, size_bytes)
+
+    def get_one_s(self, size_bytes: int) -> float:
+        """Of reading one."""
+        return self._ask("read", size_bytes, size_bytes)
+
+    def _ask(self, what: str, segment_bytes: int, total_bytes: int) -> float:
         assert self._client.stdin and self._client.stdout
-        print(what, segment_bytes, file=self._client.stdin, flush=True)
+        print(what, segment_bytes, total_bytes, file=self._client.stdin, flush=True)
         return float(self._client.stdout.readline())
 
     def _start(self, processes: ExitStack, *role: str) -> tuple[subprocess.Popen[str], str, str]:
@@ -78,15 +86,15 @@ def serve(batch_bytes: int, peer: str = "", remote: int = 0) -> None:
     assert engine.register_memory(local, batch_bytes) == 0
     print("ready", f"127.0.0.1:{engine.get_rpc_port()}", local, flush=True)
     for line in sys.stdin:
-        what, size = line.split()[0], int(line.split()[1])
+        what, (size, total) = line.split()[0], map(int, line.split()[1:])
         move = engine.batch_transfer_sync_write if what == "write" else engine.batch_transfer_sync_read
-        offsets = range(0, batch_bytes, size)
+        offsets = range(0, total, size)
         pieces = [local + at for at in offsets], [remote + at for at in offsets], [size] * len(offsets)
         begin = time.perf_counter()
         code = move(peer, *pieces)
         seconds = time.perf_counter() - begin
         assert code == 0, f"Mooncake answered {code}"
-        print(batch_bytes / seconds / 1e9, flush=True)
+        print(seconds, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@
     memcpy    a copy in memory: what no store can beat
 
 A batch is 64 MiB in objects of one size, from and to memory of the caller that was touched before (registered, where
-there is such a thing). Every get is compared with what was put. Further tables: one object at a time; 512 keys looked
-up (ours leases them as well, and names their places and checksums); CPU seconds of all processes involved per GB.
+there is such a thing). Every get is compared with what was put. Further tables: CPU seconds of all processes involved
+for each GB; one object at a time; 512 keys looked up.
 
     python bench/compare.py [--full] [--json]
 """
 
-import asyncio
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -30,6 +28,7 @@ import psutil
 
 from bench._harness import Report, Samples, Wrong, finish_all, interleave, parse_arguments, run
 from bench._mooncake_store import MooncakeStore
+from bench._one_by_one import latencies, lookups
 from bench._raw_mooncake import RawMooncake
 from bench.transfer import (
     BATCH_BYTES,
@@ -40,11 +39,9 @@ from bench.transfer import (
     Bytes,
     Stack,
     best_segment,
-    manifest_of,
     timed,
 )
-from kvstore.client import Client, ClientConfig, KVStore, Put
-from kvstore.core import Key, Namespace, chunk_key
+from kvstore.client import KVStore
 from tests.support import RedisServer
 from tests.support.node import running_node
 
@@ -55,8 +52,6 @@ AIMS = { # name: (ours, other, at least)
     "vs_mooncake_checked": ("tcp", "checked", 3.0),
 }  # fmt: skip
 CPU_OBJECT_BYTES = 4 * MIB
-LOOKUP_KEYS = 512
-ONE_OBJECT_BYTES = 4 * MIB
 
 Speed = Callable[[], float]
 
@@ -181,96 +176,6 @@ def cpu_s_per_gb(system: System, what: str, rounds: int = 12) -> float:
     return float(after - before) / (rounds * BATCH_BYTES / 1e9)
 
 
-class OneByOne:
-    """Milliseconds of one object at a time through this store."""
-
-    def __init__(self, store: KVStore, source: Bytes, target: Bytes) -> None:
-        self._store = store
-        self._source, self._target = source[:ONE_OBJECT_BYTES], target[:ONE_OBJECT_BYTES]
-        self._namespace: Namespace = store.open(manifest_of(ONE_OBJECT_BYTES))
-        self._key: Key | None = None
-
-    def put_ms(self) -> float:
-        """A new object."""
-        if self._key is not None:
-            self._store.drop(self._namespace, [self._key])
-        key = self._key = chunk_key(Key(self._namespace), list(os.urandom(8)))
-        began = time.perf_counter()
-        done = self._store.put_many(self._namespace, [Put(key, self._source)])
-        taken_ms = 1e3 * (time.perf_counter() - began)
-        if not all(done):
-            raise Wrong("one object was not stored")
-        return taken_ms
-
-    def get_ms(self) -> float:
-        """The object that was put last."""
-        assert self._key is not None, "something was put"
-        began = time.perf_counter()
-        got = self._store.get_many(self._namespace, [self._key], [self._target])
-        taken_ms = 1e3 * (time.perf_counter() - began)
-        if got[0] is None or not np.array_equal(self._target, self._source):
-            raise Wrong("one object did not come back")
-        return taken_ms
-
-
-def latencies(stores: Mapping[str, KVStore], peer: MooncakeStore, memory: tuple[Bytes, Bytes]) -> Report:
-    """One object at a time."""
-    report = Report(f"One object of {ONE_OBJECT_BYTES // MIB} MiB at a time", "ms")
-    ours = {name: OneByOne(store, *memory) for name, store in stores.items()}
-    for what in ("put", "get"):
-        samples = interleave(
-            {
-                **{name: getattr(one, f"{what}_ms") for name, one in ours.items()},
-                "mooncake": partial(_one_ms, peer, what),
-            },
-            pairs=40,
-        )
-        report.row(f"{what}, median", samples, against=("tcp", "mooncake"))
-        tails = {name: Samples((float(np.percentile(some.values, 99)),)) for name, some in samples.items()}
-        report.row(f"{what}, 99th percentile of 40", tails, against=("tcp", "mooncake"))
-    return report
-
-
-def _one_ms(peer: MooncakeStore, what: str) -> float:
-    return 1e3 * (peer.put_one_s(ONE_OBJECT_BYTES) if what == "put" else peer.get_one_s(ONE_OBJECT_BYTES))
-
-
-def lookups(store: KVStore, control: str, peer: MooncakeStore) -> Report:
-    """Hundreds of keys: ours are found, leased and given back; theirs are said to exist."""
-    report = Report(f"{LOOKUP_KEYS} keys looked up", "ms")
-    namespace = store.open(manifest_of(64 * KIB))
-    array = np.ones(64 * KIB, np.uint8)
-    puts, parent = [], None
-    for depth in range(LOOKUP_KEYS):
-        key = chunk_key(parent or Key(namespace), [depth])
-        puts.append(Put(key, array, parent, depth))
-        parent = key
-    for start in range(0, len(puts), 64):
-        if not all(store.put_many(namespace, puts[start : start + 64])):
-            raise Wrong("small objects were not stored")
-    keys = [put.key for put in puts]
-    client = Client(ClientConfig(node=control))
-
-    async def ours_ms() -> float:
-        began = time.perf_counter()
-        promise = await client.acquire(namespace, keys, 10.0)
-        taken_ms = 1e3 * (time.perf_counter() - began)
-        await client.release(promise)
-        if len(promise) != LOOKUP_KEYS:
-            raise Wrong(f"{len(promise)} of {LOOKUP_KEYS} keys were found")
-        return taken_ms
-
-    with asyncio.Runner() as loop:
-        loop.run(client.start())
-        loop.run(client.open(manifest_of(64 * KIB)))
-        samples = interleave(
-            {"kvstore": lambda: loop.run(ours_ms()), "mooncake": lambda: 1e3 * peer.exist_s(LOOKUP_KEYS)}, 20
-        )
-        loop.run(client.close())
-    report.row("all there", samples, against=("kvstore", "mooncake"))
-    return report
-
-
 def cpu(systems: Mapping[str, System]) -> Report:
     """CPU seconds for each GB."""
     report = Report(
@@ -323,8 +228,8 @@ def main() -> int:
         worst = speeds(report, systems, 25 if arguments.full else 7)
         others = [
             cpu(systems),
-            latencies(stores, plain, (source, target)),
-            lookups(stores["tcp"], node.control, plain),
+            latencies(stores, {"mooncake": plain, "checked": checked}, raw, server, (source, target)),
+            lookups(stores["tcp"], node.control, plain, server),
         ]
     for name, ratio in sorted(worst.items()):
         report.aim(name, ratio, aim_of(name), "x")

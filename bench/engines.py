@@ -264,12 +264,13 @@ def main() -> int:
             report.note(f"first hit of the life of {name}: {benches[name].pulled(AIM_LENGTH):.2f} s")
         first_tokens(report, benches, lengths, PAIRS_FULL if arguments.full else PAIRS)
         if not arguments.json:
-            report.finish(as_json=False)
-            print(flush=True)
+            report.show_table()
         throughput = mixed(benches)
     if arguments.json:
         return finish_all((report, throughput), as_json=True)
-    return throughput.finish(as_json=False)
+    throughput.show_table()
+    report.show_aims()
+    return 0
 
 
 if __name__ == "__main__":
