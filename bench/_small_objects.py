@@ -34,14 +34,14 @@ def items(keys: Sequence[Key]) -> list[ReserveItem]:
     return [ReserveItem(key, ROOT, 0, OBJECT_BYTES) for key in keys]
 
 
-async def store(client: Client, keys: Sequence[Key]) -> None:
-    """Has objects of these keys stored.
+async def store(client: Client, keys: Sequence[Key], batch_keys: int = limits.BATCH_KEYS_MAX) -> None:
+    """Has objects of these keys stored, so many at a time.
 
     Raises:
         Wrong: one was not.
     """
-    for start in range(0, len(keys), limits.BATCH_KEYS_MAX):
-        batch = keys[start : start + limits.BATCH_KEYS_MAX]
+    for start in range(0, len(keys), batch_keys):
+        batch = keys[start : start + batch_keys]
         grants = (await client.reserve(NAMESPACE, items(batch), 60.0)).granted
         answers = await client.commit(NAMESPACE, [(grant, TABLE) for grant in grants])
         if len(grants) < len(batch) or not all(isinstance(answer, Committed) for answer in answers):

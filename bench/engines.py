@@ -38,7 +38,8 @@ from tests.support import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / ".cache/models/SmolLM2-135M-Instruct"
-FLAGS = ("--max-model-len", "8192")
+FLAGS = ("--max-model-len", "8192", "--kv-cache-memory-bytes", str(448 << 20))
+PLAIN_FLAGS = ("--max-model-len", "8192")  # a whole GiB: its own cache holds all conversations
 LENGTHS = (511, 1_919)
 LENGTHS_FULL = (*LENGTHS, 3_711, 7_551)
 AIM_LENGTH = 1_919
@@ -161,7 +162,8 @@ class Bench:
 
 def start(stack: ExitStack, logs: Path, name: str, store: Store, said: dict[str, str]) -> Bench:
     """An engine that is ready."""
-    engine = Engine(name, MODEL, free_port(), logs, store=store.config, flags=FLAGS, env=store.env)
+    flags = FLAGS if store.config else PLAIN_FLAGS
+    engine = Engine(name, MODEL, free_port(), logs, store=store.config, flags=flags, env=store.env)
     stack.callback(engine.stop)
     engine.wait_ready()
     return Bench(engine, store, said)

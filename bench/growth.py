@@ -36,6 +36,7 @@ SIZES = (10_000, 30_000, 100_000, 300_000)
 SIZES_FULL = (*SIZES, 1_000_000)
 TURNS = 3
 FILLERS = 4  # at once: neither client nor node waits for the other
+BATCH_KEYS = 500  # each; the smallest node reserves for no more at once
 CHAIN = 512
 WRITTEN = 64
 REPEATS = 30
@@ -103,7 +104,7 @@ async def fill(control: str, pid: int, redis_client: Any, ready_s: float, object
         await client.open(MANIFEST)
         stored = random_keys(objects)
         began = time.perf_counter()
-        await asyncio.gather(*[store(client, stored[lane::FILLERS]) for lane in range(FILLERS)])
+        await asyncio.gather(*[store(client, stored[lane::FILLERS], BATCH_KEYS) for lane in range(FILLERS)])
         await wait_until_async(lambda: redis_client.dbsize() >= objects, 300, "all objects are in the index")
         filled_s = time.perf_counter() - began
         memory = anonymous_bytes(pid), int(redis_client.info("memory")["used_memory"])
