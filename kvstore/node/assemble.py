@@ -26,6 +26,7 @@ from kvstore.node.checks import is_loopback, read_token
 from kvstore.node.clock import LoopClock
 from kvstore.node.devices import make_tier
 from kvstore.node.embedded_redis import EmbeddedRedis
+from kvstore.node.garbage import without_collections
 from kvstore.node.heart import Heart
 from kvstore.node.index_checks import refuse_wrong_redis
 from kvstore.node.manifests import Manifests
@@ -170,8 +171,9 @@ class _Assembly:
     async def _mount_devices(self) -> None:
         """What is on them is listed when this returns, but for devices that do not answer yet."""
         self._stack.push_async_callback(self._stop_devices)
-        await self._nvme.start()
-        await self._porter.settled()
+        with without_collections():
+            await self._nvme.start()
+            await self._porter.settled()
 
     def _on_found(self, device: NvmeDevice) -> None:
         self._porter.found(device)

@@ -7,6 +7,8 @@ leave behind is young, so the collections of young generations find it.
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 YOUNG_ALLOCATIONS = 5_000  # more containers than freed ones, between two collections of the youngest
 MIDDLE_EVERY = 5  # of these: 25,000 containers to look at, some milliseconds
@@ -18,3 +20,13 @@ def keep_collections_short() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_ALLOCATIONS, MIDDLE_EVERY, FULL_EVERY)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """For a start, which only makes things that stay: collections would look at all of them again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

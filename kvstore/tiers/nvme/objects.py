@@ -8,9 +8,10 @@ A call whose caller was told `DeviceDown` goes on until its threads are done: on
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from aiofiles.os import wrap
 
 from kvstore.core import Corrupt, Key, Namespace, ObjectKinds, decode_manifest, limits, pages_for
@@ -56,14 +57,26 @@ class Found(NamedTuple):
                 manifests[record.namespace] = volume.payload(record)
             except Corrupt as error:
                 notes.append(f"{error}: its objects are found when an engine brings the manifest again")
+        records = {record.key: record for record in objects}
+        _share_names(records, namespaces)
         return cls(
             volume,
-            {record.key: record for record in objects},
+            records,
             sum(record.size_bytes for record in objects),
             namespaces,
             manifests,
             Space(volume.page_count, volume.label.slot_count, (*objects, *namespaces)),
         )
+
+
+def _share_names(records: dict[Key, Record], namespaces: Iterable[Record]) -> None:
+    """One copy of each name in memory: every record was decoded with its own of its namespace and its parent's key."""
+    names = {record.namespace: record.namespace for record in namespaces}
+    for record in records.values():
+        msgspec.structs.force_setattr(record, "namespace", names.get(record.namespace, record.namespace))
+        above = records.get(record.parent)
+        if above is not None:
+            msgspec.structs.force_setattr(record, "parent", above.key)
 
 
 class Objects:
