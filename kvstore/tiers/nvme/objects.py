@@ -70,7 +70,7 @@ class Found(NamedTuple):
 
 
 def _share_names(records: dict[Key, Record], namespaces: Iterable[Record]) -> None:
-    """One copy of each name in memory: every record was decoded with its own of its namespace and its parent's key."""
+    """One copy of each name in memory: each record was decoded with its own of its namespace and its parent."""
     names = {record.namespace: record.namespace for record in namespaces}
     for record in records.values():
         msgspec.structs.force_setattr(record, "namespace", names.get(record.namespace, record.namespace))
