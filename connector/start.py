@@ -8,6 +8,7 @@ from connector.config import Config, read_token
 from connector.control import Control
 from connector.guard import Breaker
 from connector.metadata import Rank
+from connector.pinning import pin
 from connector.scheduler import SchedulerHalf
 from connector.worker import WorkerHalf
 from kvstore.client import ClientConfig, Mover, open_mover
@@ -42,7 +43,7 @@ def start_worker_half(vllm_config: Any, kv_cache_config: Any, config: Config) ->
     """The worker half; it opens its mover when vLLM has registered the KV cache."""
 
     def opened() -> Mover:
-        return open_mover(
+        mover = open_mover(
             config.node,
             transfer=config.transfer,
             host=config.host,
@@ -51,5 +52,7 @@ def start_worker_half(vllm_config: Any, kv_cache_config: Any, config: Config) ->
             token=read_token(config),
             staging_bytes=config.staging_bytes,
         )
+        pin(mover.staging)
+        return mover
 
     return WorkerHalf(opened, vllm_config, kv_cache_config, Rank(*worker_rank()))

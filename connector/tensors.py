@@ -1,4 +1,4 @@
-"""vLLM's KV cache tensors, seen as the lanes of objects. Only this file and `copies` know torch.
+"""vLLM's KV cache tensors, seen as the lanes of objects. Only `copies`, `kind_caches`, `pinning` and this know torch.
 
 vLLM registers one view `[blocks, heads, tokens, content]` per layer, all over one allocation, in any physical
 order. Layers of one shape that lie at a constant distance form a *slab*; an object is, per slab and block, one

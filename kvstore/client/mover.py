@@ -138,7 +138,7 @@ class Mover:
 
     def __init__(self, transfer: Transfer, staging: Staging) -> None:
         self._transfer = transfer
-        self._staging = staging
+        self.staging = staging
         self._helper = ThreadPoolExecutor(1, "kvstore-copy")  # beside callers, by shared memory
         self._lock = threading.Lock()
         self._late: set[Handle] = set()  # transfers not ended at their deadline, in memory that callers gave
@@ -171,7 +171,7 @@ class Mover:
     def _voyage(self, node: NodeAddress, deadline_s: float, *, reading: bool) -> Voyage:
         return Voyage(
             self._transfer,
-            self._staging,
+            self.staging,
             node,
             deadline_s,
             reading=reading,
@@ -186,7 +186,7 @@ class Mover:
             TransferFailed: the node cannot be reached.
         """
         segment = self._transfer.reach(node.segments)
-        slot = self._staging.take(1, MEET_S) if segment else None
+        slot = self.staging.take(1, MEET_S) if segment else None
         if slot is None:
             return
         for handle in (
@@ -194,9 +194,9 @@ class Mover:
             self._transfer.submit_read(segment, [Piece(slot.address, node.arena_base, 1)]),
         ):
             if self._transfer.wait(handle, MEET_S) is Status.PENDING:
-                self._staging.retire(slot, handle)
+                self.staging.retire(slot, handle)
                 return
-        self._staging.give_back(slot)
+        self.staging.give_back(slot)
 
     def settled(self, timeout_s: float) -> bool:
         """Whether, within `timeout_s`, all memory that callers gave to earlier calls is quiet."""

@@ -65,6 +65,11 @@ class Staging:
         return f"<Staging {stats.free_bytes}/{stats.size_bytes} bytes free, {stats.retired_bytes} retired>"
 
     @property
+    def address(self) -> int:
+        """Where the region begins."""
+        return self._address
+
+    @property
     def size_bytes(self) -> int:
         """Of the whole region: no slot can be larger."""
         return self._size_bytes

@@ -139,6 +139,28 @@ def test_no_byte_moves_after_the_end_of_a_lease_or_reservation(store, monkeypatc
     assert max(deadlines) < min(limits.LEASE_S_MAX, limits.RESERVATION_S_MAX)
 
 
+def test_the_first_arrays_are_filled_while_the_last_is_read(store, transfer, monkeypatch) -> None:
+    """Mutant: what was read is handed over when everything has come."""
+    assert store.put_many(NAMESPACE, puts()) == [True] * 4
+    targets = [np.zeros(OBJECT_BYTES, np.uint8) for _ in KEYS]
+    submit, wait, reads = transfer.submit_read, transfer.wait, []
+
+    def submit_noted(segment, pieces):
+        reads.append(submit(segment, pieces))
+        return reads[-1]
+
+    def wait_for_the_others(handle, timeout_s):
+        assert len(reads) == len(KEYS)
+        if handle == reads[-1]:
+            assert [bool(target.any()) for target in targets] == [True, True, True, False]
+        return wait(handle, timeout_s)
+
+    monkeypatch.setattr(transfer, "submit_read", submit_noted)
+    monkeypatch.setattr(transfer, "wait", wait_for_the_others)
+    assert all(one is not None for one in store.get_many(NAMESPACE, KEYS, targets))
+    assert all(np.array_equal(target, array(depth)) for depth, target in enumerate(targets))
+
+
 def test_everything_is_given_back(store, node) -> None:
     store.put_many(NAMESPACE, puts())
     store.get_many(NAMESPACE, KEYS)

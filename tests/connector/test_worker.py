@@ -23,7 +23,7 @@ from connector.metadata import Jobs, LoadObject, Shape
 from connector.worker import GRACE_S, WorkerHalf
 from kvstore.client import Mover, NodeAddress, PullItem, PullResult, PushItem, PushResult
 from kvstore.core import MissReason, TransferFailed, checksums
-from kvstore.transfer import Fault
+from kvstore.transfer import Fault, Handle, Piece, Status
 from tests.connector.caches import make_engine, mla_spec, vllm_config
 from tests.connector.rig import PAGE_BYTES, Rig, other_engine
 from tests.support import wait_until
@@ -192,6 +192,32 @@ class Hanging:
     ) -> Iterator[tuple[int, PullResult]]:
         self._gate.pass_through()
         yield from self._mover.pull_each(node, items, 60.0)
+
+
+def test_the_first_objects_are_in_their_blocks_while_the_last_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All are asked for before any is waited for; the last does not come before the others were scattered. Mutants:
+    reading one by one; scattering when everything has come."""
+    rig = Rig()
+    data = rig.random_objects(4)
+    submit, wait, reads = rig.transfer.submit_read, rig.transfer.wait, list[Handle]()
+
+    def submit_noted(segment: str, pieces: Sequence[Piece]) -> Handle:
+        reads.append(submit(segment, pieces))
+        return reads[-1]
+
+    def wait_for_the_others(handle: Handle, timeout_s: float) -> Status:
+        assert len(reads) == 4
+        if handle == reads[3]:
+            wait_until(lambda: held(rig, data) == [True, True, True, False])
+        return wait(handle, timeout_s)
+
+    monkeypatch.setattr(rig.transfer, "submit_read", submit_noted)
+    monkeypatch.setattr(rig.transfer, "wait", wait_for_the_others)
+    rig.run(rig.load_job(chain(rig, data)))
+    assert held(rig, data) == [True] * 4
+    assert rig.load_report().valid == 4
 
 
 def test_a_mover_that_hangs_is_not_waited_for_and_writes_nothing_later() -> None:
