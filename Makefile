@@ -21,7 +21,7 @@ test: setup check ## Everything that CI runs: check, then all tests, those with 
 	$(PY) -m pytest -m "(process or e2e) and not slow"
 
 soak: setup ## The fault tests in long rounds, an hour, the last ones as root; CI runs a few rounds of each
-	SOAK=1 $(PY) -m pytest tests/faults -s
+	SOAK=1 $(PY) -m pytest tests/faults -m process -s
 	$(PY) -m pytest tests/e2e -m slow -s
 
 test-matrix: setup ## Real vLLM engines of different TP and PP feed each other; half an hour

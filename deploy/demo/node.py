@@ -15,6 +15,7 @@ from deploy.demo.engine import DemoFailed
 from deploy.demo.metrics import total
 
 START_S_MAX = 30.0
+PROGRAM: Sequence[str] = (str(Path(sys.executable).with_name("kvstore")),)
 
 
 class Node:
@@ -45,7 +46,7 @@ class Node:
         self.control = f"{host}:{control_port}"
         self._log: TextIO = self.log_path.open("w")
         self._http = httpx.Client(base_url=f"http://{host}:{admin_port}", timeout=5.0)
-        command = [*within, str(Path(sys.executable).with_name("kvstore")), "serve"]
+        command = [*within, *PROGRAM, "serve"]
         command += ["--control-listen", self.control, "--admin-listen", f"{host}:{admin_port}"]
         command += ["--dram-size-bytes", "2GiB", *flags]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)

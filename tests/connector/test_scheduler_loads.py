@@ -132,6 +132,9 @@ def test_asking_is_idempotent_and_takes_one_lease(node, answer) -> None:
     assert asked == [(STORED, True)] * 5
     assert node.calls.count("acquire") == 1
     engine.run()
+    stats = engine.half.shared.stats
+    assert (stats.queried_tokens, stats.promised_tokens) == (len(TEXT), STORED), "counted once"
+    assert [line.request for line in engine.control.lines].count("b") == 1
     engine.assert_nothing_left()
 
 

@@ -9,7 +9,7 @@ from deploy.demo.node import Node
 from tests.e2e.network import HOST, NODE, Network
 from tests.e2e.stage import CHUNK_TOKENS, LOAD_TIMEOUT_S, LOOKUP_TIMEOUT_S, Chatter, on_loopback, set_up
 from tests.e2e.support import wait_for_nothing_held
-from tests.support import free_port
+from tests.support import free_port, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -86,6 +86,7 @@ def test_a_redis_that_does_not_answer_costs_no_hit_of_the_own_node(
         stage.node.wait_ready()
         stage.assert_hits("up")
         redis.pause()
+        wait_until(lambda: stage.node.gauge("kvstore_index_up") == 0, 30, "the node to miss its Redis")
         for _ in range(6):
             asked = stage.ask("Redis frozen")
             assert asked.answer.pulled == CHUNK_TOKENS

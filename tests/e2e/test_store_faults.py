@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.stage import CHUNK_TOKENS, LOOKUP_TIMEOUT_S, on_loopback
 from tests.e2e.support import wait_for_nothing_held
+from tests.support import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -30,6 +31,7 @@ def test_an_engine_outlives_its_store(model_path: Path, repository: Path, tmp_pa
         wait_for_nothing_held(stage.node, 60)
 
         redis.kill()
+        wait_until(lambda: stage.node.gauge("kvstore_index_up") == 0, 30, "the node to miss its Redis")
         assert stage.ask("Redis killed").answer.pulled == CHUNK_TOKENS
         redis.restart()
         stage.assert_hits("Redis restarted")

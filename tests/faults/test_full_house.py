@@ -118,6 +118,7 @@ def test_a_thousand_promises_that_are_never_loaded_do_not_stop_pushes(tmp_path, 
             wait_until(partial(is_put, engine, key), 10)
             waits.append(time.monotonic() - began_s)
             assert engine.get([key]) == 1
+        print(f"{sum(map(len, promises))} promises held; the longest push took {max(waits):.3f} s")
         assert max(waits) < 1.0, f"a push had to wait {max(waits):.1f} s"
         kept = [promise.copies[0].key for promise in promises if len(promise)]
         assert had(engine, kept[:20]) == kept[:20], "what was promised is gone"

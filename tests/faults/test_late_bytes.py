@@ -51,6 +51,10 @@ class Story:
         self.hits = self.reads = 0
         self.rounds_hit = self.late_objects = 0
 
+    def outcome(self) -> str:
+        """For who watches."""
+        return f"{self.rounds_hit} rounds hit a transfer, {self.hits} of {self.reads} later reads hit"
+
     def fresh(self) -> list[Key]:
         self.seed += 1
         return chain(MANIFEST.namespace, OBJECTS, self.seed)
@@ -159,9 +163,10 @@ def story(node) -> Iterator[Story]:
 
 def test_late_bytes_of_a_write_land_in_held_pages(story, rounds) -> None:
     story.hits = story.reads = story.rounds_hit = 0
-    count = rounds(2, 25)
+    count = rounds(2, 50)
     for number in range(count):
         story.write_round(aborts=number % 2 == 0)
+    print(f"{count} rounds, {story.outcome()}, {story.late_objects} objects came late")
     assert story.rounds_hit >= 0.9 * count, "the node was not stopped in the middle of writes"
     assert story.late_objects >= 0.5 * count, "no byte came late"
     assert story.hits >= 0.9 * story.reads
@@ -200,6 +205,7 @@ def test_late_bytes_of_a_stopped_writer_land_in_held_pages(work, tmp_path, round
             assert left, (
                 "no byte came late"
             )  # whether its write was over before it stopped depends on the machine
+        print(f"{late} of {number + 1} rounds had late bytes")
         assert node.stats()["store"]["totals"]["bad_copies"] == 0
 
 
@@ -217,11 +223,12 @@ def held_pages(node: RunningNode) -> int:
 
 def test_late_bytes_of_a_read_land_in_retired_staging(story, rounds) -> None:
     story.hits = story.reads = story.rounds_hit = 0
-    count, left = rounds(2, 25), rounds(12, 100)
+    count, left = rounds(2, 50), rounds(12, 200)
     while story.rounds_hit < count:  # when a read is under way depends on the machine
         assert left, f"the node was stopped in the middle of {story.rounds_hit} reads, not {count}"
         left -= 1
         story.read_round()
+    print(story.outcome())
     assert story.hits >= 0.9 * story.reads
     assert story.node.stats()["store"]["totals"]["bad_copies"] == 0
 

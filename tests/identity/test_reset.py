@@ -151,6 +151,10 @@ def test_two_engines_with_new_weights_share_nothing(node: Node, folder: Path) ->
     two.loaded = b"other new weights"
     assert one.generate("a", TEXT) != two.generate("b", TEXT)
     assert (one.pulled, two.pulled) == (0, 0)
+    for engine in (one, two):
+        engine.forget()
+        engine.generate("c", TEXT)
+        assert engine.pulled == STORED_TOKENS, "its own"
 
 
 def test_a_reset_before_the_weights_are_known_counts(node: Node, folder: Path) -> None:
@@ -158,5 +162,9 @@ def test_a_reset_before_the_weights_are_known_counts(node: Node, folder: Path) -
     early = LoadedEngine(node, folder, early=True)
     new_weights(early)
     early.shake_hands()
-    assert early.generate("b", TEXT) != old
+    new = early.generate("b", TEXT)
+    assert new != old
     assert early.pulled == 0
+    early.forget()
+    assert early.generate("c", TEXT) == new
+    assert early.pulled == STORED_TOKENS, "its own"

@@ -111,10 +111,13 @@ def test_an_adapter_replaced_under_a_running_engine_is_left_alone(
     engine = LoadedEngine(node, folder)
     first = engine.generate("a", TEXT, lora_request=request)
     objects = set(node.objects)
+    engine.forget()
+    assert engine.generate("found", TEXT, lora_request=request) == first
+    assert engine.pulled == STORED_TOKENS
     adapter_folder(place, b"another 1")
     engine.forget()
     assert engine.generate("b", TEXT, lora_request=request) == first
-    assert engine.pulled == 0
+    assert engine.pulled == STORED_TOKENS, "no more than before"
     assert set(node.objects) == objects, "saved under a name that may not be its own"
     assert engine.half.shared.stats.misses[MissReason.LAYOUT_UNSUPPORTED] == 1
     other = LoadedEngine(node, folder)

@@ -280,7 +280,7 @@ def test_an_embedded_redis_that_is_killed_comes_back_with_all_that_was_published
         with redis.Redis.from_url(welcome.index_url) as client:
             wait_until(lambda: [name for name in client.scan_iter("kv:*") if KEY in name])
             psutil.Process(redis_child(node)).kill()
-            wait_until(lambda: "\nkvstore_redis_restarts_total 1.0\n" in node.get("/metrics")[1])
+            wait_until(lambda: "\nkvstore_redis_restarts_total 1.0\n" in node.get("/metrics")[1], 30)
             wait_until(lambda: [name for name in client.scan_iter("kv:*") if KEY in name], 30)
         (line,) = [line for line in node.process.output().splitlines() if "Redis has ended" in line]
         assert "code=-9" in line

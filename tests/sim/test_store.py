@@ -29,8 +29,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvstore.core import MissReason
-from kvstore.store import SpillMode
+from kvstore.store import SpillMode, Store
 from tests.sim.model import PATHS, SIZES, Sim
+from tests.support.always_miss import never_hit
 
 ARENAS = [6, 7, 12, 20, 40]
 """Pages: two chunks and up, so that the store is full most of the time. Times below are exact in binary."""
@@ -210,3 +211,11 @@ def test_a_long_walk(seed: int) -> None:
         act()
     sim.end()
     sim.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_store_that_always_misses_is_found_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "acquire", Store.acquire)  # as it is, afterwards
+    never_hit()
+    with pytest.raises(AssertionError):
+        test_a_long_walk(seed)

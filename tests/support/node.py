@@ -8,13 +8,14 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.support.processes import Process
 
 READY = "kvstore is ready"
+PROGRAM: Sequence[str] = (sys.executable, "-m", "kvstore")
 
 
 class RunningNode:
@@ -87,7 +88,7 @@ def node_command(**settings: object) -> list[str]:
     words = [
         flag if value is True else f"{flag}={value}" for flag, value in flags.items() if value is not False
     ]
-    return [sys.executable, "-m", "kvstore", "serve", *words]
+    return [*PROGRAM, "serve", *words]
 
 
 @contextlib.contextmanager

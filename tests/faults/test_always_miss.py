@@ -1,0 +1,33 @@
+"""Nothing here is safe only because nothing is hit: with a store that always misses, every test of safety fails.
+
+Those that pass all the same are named, with the reason: what they show does not need a hit. By hand: `make soak`.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(3_000)]
+
+SUITES = ["sim", "identity", "faults", "crash"]
+NEEDS_NO_HIT: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_with_a_store_that_always_misses_it_fails(suite: str, tmp_path: Path, repository: Path) -> None:
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.always_miss", f"tests/{suite}"]
+    command += ["-q", "--tb=no", f"--junitxml={report}"]
+    few = {**os.environ, "SOAK": "0"}
+    assert (
+        subprocess.run(command, cwd=repository, env=few, check=False).returncode
+        == pytest.ExitCode.TESTS_FAILED
+    )
+    cases = list(ET.parse(report).iter("testcase"))
+    passed = {case.attrib["name"].partition("[")[0] for case in cases if not len(case)}
+    print(f"{suite}: {len(cases)} tests, {sum(not len(case) for case in cases)} of them pass")
+    assert passed <= NEEDS_NO_HIT.keys()
