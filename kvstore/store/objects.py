@@ -143,7 +143,6 @@ class Object:
         "job",
         "key",
         "leased_on_disk",
-        "leased_on_disk",
         "leases",
         "listed",
         "namespace",
