@@ -16,7 +16,7 @@ from random import Random
 
 from kvstore.core import Key, Manifest, MissReason, Tier, checksums, limits, pages_for
 from kvstore.policy import PrefixLru
-from kvstore.store import Check, Promotion, SpillMode, Store, Tiering, is_sound
+from kvstore.store import Check, Promotion, SpillMode, Store, Tiering, TierUse, is_sound
 from kvstore.tiers import Arena
 from kvstore.wire import (
     Acquire,
@@ -97,6 +97,7 @@ class Client:
 
     id: ClientId
     grants: list[Grant] = field(default_factory=list)
+    has_committed: bool = False
 
 
 @dataclass
@@ -152,6 +153,7 @@ class Sim:
             for path, size in zip(PATHS, sizes, strict=True)
         }
         self.num_clients = 0
+        self.everybody: list[Client] = []  # who ever lived
         self.clients = [self.new_client() for _ in range(num_clients)]
         self.grants: list[Grant] = []  # of all clients there ever were
         self.commits: dict[Generation, Commit] = {}
@@ -169,7 +171,8 @@ class Sim:
 
     def new_client(self) -> Client:
         self.num_clients += 1
-        return Client(ClientId(self.num_clients.to_bytes(16, "big")))
+        self.everybody.append(Client(ClientId(self.num_clients.to_bytes(16, "big"))))
+        return self.everybody[-1]
 
     # --- writers ----------------------------------------------------------------------------------------
 
@@ -186,6 +189,8 @@ class Sim:
         for offered, answer in zip(paths, answers, strict=True):
             match answer:
                 case Granted():
+                    if len(paths) == 1 and answer.generation not in {each.generation for each in self.grants}:
+                        self.check_share(client, before, offered)
                     self.granted(client, offered, answer, duration_s)
                 case Exists():
                     assert offered in self.ready, f"{offered} is said to exist, and was not ready"
@@ -205,6 +210,22 @@ class Sim:
         self.settle()
         if len(paths) == 1 and isinstance(answers[0], Exists):
             self.acquire_one(client, path)
+
+    def check_share(self, client: Client, before: TierUse, path: str) -> None:
+        """Beyond what every client may always have, writers stay within their share together: the pages that are
+        held count as much as those being filled. See store/clients.py for those who never committed."""
+        now_s = self.now_s
+        own = [grant for grant in client.grants if grant.lives(now_s) or now_s < grant.late_until_s]
+        floor = limits.OBJECTS_PER_CLIENT_MIN * pages_for(SIZES[-1] * GEOMETRY.bytes_per_unit, PAGE_BYTES)
+        if sum(self.pages_of(grant.path) for grant in own) + self.pages_of(path) <= floor:
+            return
+        share = int(before.pages * limits.RESERVED_AND_HELD_SHARE_MAX)
+        doubtful = sum(self.pages_held_by(each) for each in self.everybody if not each.has_committed)
+        if client.has_committed:
+            share += max(0, doubtful - int(share * limits.CLIENT_SHARE_WITH_OTHERS))
+        assert before.reserved_pages + before.held_pages + self.pages_of(path) <= share, (
+            "writers share too much"
+        )
 
     def put(self, who: int, which: int, duration_s: float) -> None:
         """All of a chain, from reservation to commit, as most do it."""
@@ -283,7 +304,7 @@ class Sim:
             if lived:
                 self.commits[grant.generation] = Commit(grant.path, grant.content)
                 self.lost.pop(grant.path, None)
-                grant.ended = True
+                grant.ended = client.has_committed = True
             elif not grant.ended:
                 grant.ended, grant.late_until_s = True, grant.deadline_s + limits.HOLD_S
                 self.lost[grant.path] = (
@@ -301,6 +322,15 @@ class Sim:
             for generation in (grant.generation, Generation(bytes(8))):
                 item = CommitItem(key_of(grant.path), generation, table)
                 assert self.store.commit(client.id, NAMESPACE, [item]) == (Stale(),)
+        self.settle()
+
+    def abort_of_others(self, who: int, which: int) -> None:
+        """Somebody else's reservation stays."""
+        client = self.client(who)
+        others = [grant for grant in self.grants if grant not in client.grants and grant.lives(self.now_s)]
+        if others:
+            grant = others[which % len(others)]
+            self.store.abort(client.id, NAMESPACE, [(key_of(grant.path), grant.generation)], True)
         self.settle()
 
     def abort(self, who: int, which: int, quiet: bool) -> None:
@@ -685,6 +715,10 @@ class Sim:
         for grant in self.grants:
             if grant.may_write(self.now_s):
                 self.own(owners, grant.generation, grant.extents)
+            if grant.lives(self.now_s):
+                assert self.generation(grant.path) == grant.generation, (
+                    f"{grant.path} was taken from its writer"
+                )
         for record in self.disk.records.values():
             commit = self.commits[record.generation]
             assert self.disk.data[record] == commit.content, "what is on the device is no commit"

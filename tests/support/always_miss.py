@@ -7,6 +7,7 @@ for keys that nobody has stored.
 """
 
 import sys
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,11 +25,16 @@ def never_hit() -> None:
     """From now on no store of this process hits."""
     really = Store.acquire
 
-    def acquire(store: Store, client: ClientId, request: Acquire) -> tuple[AcquireAnswer, ...]:
+    def acquire(self: Store, client: ClientId, request: Acquire) -> tuple[AcquireAnswer, ...]:
         strange = tuple(Key(bytes(byte ^ 0xFF for byte in key)) for key in request.keys)
-        return really(store, client, msgspec.structs.replace(request, keys=strange))
+        return really(self, client, msgspec.structs.replace(request, keys=strange))
 
     Store.acquire = acquire  # type: ignore[method-assign]
+
+
+def nothing(self: object, keys: Sequence[Key]) -> int:
+    """The length of the prefix that is stored."""
+    return 0
 
 
 def pytest_configure() -> None:
@@ -37,7 +43,7 @@ def pytest_configure() -> None:
 
     never_hit()
     node.PROGRAM = demo.PROGRAM = PROGRAM
-    FakeControl._prefix = lambda control, keys: 0  # type: ignore[method-assign]
+    FakeControl._prefix = nothing  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
