@@ -6,8 +6,8 @@ and a real `kvstore serve`, through staging. Milliseconds of a batch in the thre
     control   waiting for the node: reserve and commit, or acquire and release
     copy      gather into staging, or scatter out of it, in rows of 64 KiB
     hash      xxh3 of every run
-    transfer  waiting for bytes that copy and hash did not hide
-    rest      everything else, Python's
+    transfer  tcp: waiting for what copy and hash did not hide; shm: copying from or to the node's memory
+    rest      everything else: Python's, and by shm waiting for the other thread, which does every other object
 
 Then the same in a loop under samplers. py-spy (from PyPI, into a folder of the bench's own): where the thread that
 moves is, waiting included, by functions of this project. perf, where it is installed and allowed: which functions of
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,7 @@ class Worker:
         self._namespace = self._loop.run(self._client.open(self._manifest))
         transfer: Any = open_transfer(WAYS[way], control)
         transfer.wait = self._timed("transfer", transfer.wait)
+        transfer.by_hand = self._by_hand(transfer.by_hand)
         self._mover = Mover(transfer, Staging(transfer, STAGING_BYTES))
         assert self._client.address is not None, "the node was greeted"
         self._mover.meet(self._client.address)
@@ -160,7 +162,19 @@ class Worker:
     def _clock(self, stage: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.spent_s[stage] += time.perf_counter() - began
+        if threading.current_thread() is threading.main_thread():
+            self.spent_s[stage] += time.perf_counter() - began
+
+    def _by_hand(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, with a stopwatch on what copies by hand."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            copy = start(*args, **kwargs)
+            if copy is not None:
+                copy.move = self._timed("transfer", copy.move)
+            return copy
+
+        return timed
 
     def _timed(self, stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -181,8 +195,8 @@ def stages_ms(worker: Worker, work: Callable[[], None]) -> dict[str, float]:
     work()
     whole_s = time.perf_counter() - began
     spent = {stage: worker.spent_s[stage] for stage in STAGES}
-    if not spent["hash"]:
-        raise Wrong("the stopwatch saw no hashing")
+    if not spent["hash"] or not spent["transfer"]:
+        raise Wrong("the stopwatch saw no hashing or no transfer")
     spent |= {"rest": whole_s - sum(spent.values()), "all": whole_s}
     return {stage: 1e3 * seconds for stage, seconds in spent.items()}
 
