@@ -39,7 +39,7 @@ test-rdma: setup ## Transfers and a node over RDMA (soft-RoCE) in a virtual mach
 demo: setup ## Real vLLM prefill pushes and is killed; fresh engines behind `kvstore proxy` pull and go on
 	@$(PY) deploy/demo/run.py
 
-bench: setup ## Measurements with their aims, about a minute each
+bench: setup ## Measurements with their aims: a minute or two each, those of real engines ten; three quarters of an hour
 	@set -e; for file in bench/[a-z]*.py; do echo "== $$file"; $(PY) $$file; done
 
 clean: ## Remove .venv, the model and every cache
