@@ -49,7 +49,7 @@ class TimedConnector(KVStoreConnector):
 
     def build_connector_worker_meta(self) -> Any:
         reports = super().build_connector_worker_meta()
-        for report in (one for many in (reports.loads if reports else {}).values() for one in many):
+        for report in (one for many in (reports.loads if reports else {}).values() for one in many.values()):
             note("load", report.total_s)
         return reports
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from connector.copies import Fence
-from connector.metadata import LoadJob, LoadMore, LoadObject, LoadReport, Reports, SaveJob, SaveReport
+from connector.metadata import LoadJob, LoadMore, LoadObject, LoadReport, Rank, Reports, SaveJob, SaveReport
 from kvstore.client import PullResult, PushItem, PushResult
 from kvstore.core import MissReason, limits
 
@@ -147,16 +147,16 @@ class Ended:
     reports: Reports = field(default_factory=Reports)
     lines: list[str] = field(default_factory=list)
 
-    def load(self, load: Load, now: float) -> None:
-        """A load is over: its request, and every block from the first object on that is not valid; if it is of no use
-        in part, that the request has none of it."""
+    def load(self, load: Load, rank: Rank, now: float) -> None:
+        """A load is over on this rank: its request, and every block from the first object on that is not valid; if it
+        is of no use in part, that the request has none of it."""
         lost = load.objects[load.valid :]
         self.requests.add(load.job.request)
         if not load.job.all_or_nothing:
             self.invalid.update(block for wanted in lost for block in wanted.blocks if block is not None)
         elif lost or not load.objects:
             self.failed.add(load.job.request)
-        self.reports.loads[load.job.job] = [load.report(now)]
+        self.reports.loads[load.job.job] = {rank: load.report(now)}
 
 
 def nothing_saved(job: SaveJob, *, quiet: bool, reason: MissReason | None = None) -> SaveReport:

@@ -7,8 +7,8 @@ what there is. vLLM is untyped here (its types cost minutes to check).
 """
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 from vllm.v1.utils import tensor_data
+
+_DRAFTERS = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
+"""Methods whose draft layers are layers like others: causal attention, a token's KV in its slot of a block."""
 
 __all__ = [
     "CacheHitSource",
@@ -128,7 +131,7 @@ def unsupported_engine(vllm_config: Any, kv_cache_config: Any) -> str | None:
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (_sleeps(vllm_config), "sleep mode with a vLLM older than 0.33"),
-        (_has_draft_kv(vllm_config.speculative_config), "a draft model with a KV cache of its own"),
+        *_unsupported_drafts(vllm_config, groups),
     )
     for refused, what in refusals:
         if refused:
@@ -146,7 +149,6 @@ def _unsupported_mix(vllm_config: Any, groups: Any) -> str | None:
     refusals = (
         (all(reach_of(spec)[0] != "full" for spec in specs), "a model without attention over all tokens"),
         (mixed, "a KV cache group of layers that look back differently far"),
-        (any(group.is_eagle_group for group in groups), "a KV cache group of draft layers"),
         (
             not all(group.enable_kv_transfer for group in groups),
             "a KV cache group that vLLM does not transfer",
@@ -184,8 +186,20 @@ def state_name(spec: Any) -> str:
 
 
 def _has_draft_kv(speculative: Any) -> bool:
-    """A draft's KV depends on the draft's weights, and with hidden states also on the token behind a chunk."""
+    """Whether layers of drafts have KV beside that of the model, in the same blocks."""
     return speculative is not None and bool(speculative.uses_draft_kv_cache())
+
+
+def _unsupported_drafts(vllm_config: Any, groups: Any) -> Iterator[tuple[bool, str]]:
+    """What of the draft layers cannot be served, each with whether it is so."""
+    if not _has_draft_kv(drafts := vllm_config.speculative_config):
+        return
+    yield drafts.method not in _DRAFTERS, f"KV of speculative decoding by {drafts.method}"
+    yield len(groups) > 1, "KV of drafts beside several KV cache groups"
+    draft_tp, tp = (
+        x.tensor_parallel_size for x in (drafts.draft_parallel_config, vllm_config.parallel_config)
+    )
+    yield draft_tp != tp, "a draft model of another tensor parallel size than the model"
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
@@ -243,6 +257,7 @@ class ModelFacts:
         max_model_len: longest request, in tokens.
         config: the model's configuration, nested as in its config.json.
         engine: what the engine adds to it (dtype, quantisation, ...).
+        drafts: the same of what makes drafts, if that has KV of its own.
     """
 
     weights: Path
@@ -251,11 +266,26 @@ class ModelFacts:
     max_model_len: int
     config: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
+    drafts: "ModelFacts | None" = None
 
 
 def model_facts(vllm_config: Any) -> ModelFacts:
     """What this engine serves, in plain values."""
-    model, load, parallel = vllm_config.model_config, vllm_config.load_config, vllm_config.parallel_config
+    drafts = vllm_config.speculative_config
+    facts = _facts_of(vllm_config.model_config, vllm_config.load_config, vllm_config.parallel_config)
+    if not _has_draft_kv(drafts):
+        return facts
+    load = drafts.draft_load_config or vllm_config.load_config
+    of_drafts = _facts_of(drafts.draft_model_config, load, vllm_config.parallel_config)
+    method = {
+        "method": drafts.method,
+        "parallel_drafting": drafts.parallel_drafting,
+        "kv_cache_dtype": drafts.kv_cache_dtype or vllm_config.cache_config.cache_dtype,
+    }
+    return replace(facts, drafts=replace(of_drafts, engine={**of_drafts.engine, **method}))
+
+
+def _facts_of(model: Any, load: Any, parallel: Any) -> ModelFacts:
     media = model.multimodal_config
     return ModelFacts(
         weights=_weights_folder(model.model_weights or model.model, model.revision, load.download_dir),

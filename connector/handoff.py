@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from connector.identity import DRAFT_METHOD
 from connector.keys import Link
 from connector.requests import HandOff
 from kvstore.core import Manifest, MissReason, Namespace
@@ -44,7 +45,9 @@ class _Note(msgspec.Struct, forbid_unknown_fields=True):
 def describe_format(manifest: Manifest) -> str:
     """What most often differs between engines, in a few words."""
     unit = "any block size" if manifest.unit_tokens == 1 else f"blocks of {manifest.unit_tokens} tokens"
-    return f"{manifest.tile_format} {manifest.kv_dtype}, {unit}, chunks of {manifest.chunk_tokens}"
+    drafts = manifest.model.get(DRAFT_METHOD)
+    more = f", with drafts by {drafts}" if drafts else ""
+    return f"{manifest.tile_format} {manifest.kv_dtype}, {unit}, chunks of {manifest.chunk_tokens}{more}"
 
 
 def write_note(manifest: Manifest, links: Sequence[Link], nodes: Sequence[str]) -> dict[str, Any] | None:

@@ -7,6 +7,9 @@ any of these changes the samples. Up to 1 GiB of weights are read in full, where
 What sampling can miss is an edit of a few rows in the middle of a large tensor, such as new embeddings for
 reserved tokens and nothing else: give such a model a `weights_version` of its own.
 
+Draft layers of speculative decoding have KV in the same blocks and objects, so what makes drafts is part of all of
+this, like a part of the model.
+
 Of the model's configuration everything takes part but what is known not to change KV: a field that nobody
 thought of then costs hits, which `differences` of two manifests explains, and not wrong tokens.
 """
@@ -16,6 +19,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +57,8 @@ _IRRELEVANT = frozenset(  # fields of a model's configuration, at any depth, tha
         "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
     }
 )  # fmt: skip
+_IRRELEVANT_OF_DRAFTS = _IRRELEVANT | {"max_position_embeddings"}  # vLLM puts its max_model_len there
+DRAFT_METHOD = "drafts.engine.method"
 _ROPE_BY_LENGTH = frozenset({"dynamic", "longrope", "su"})  # rope that vLLM chooses by max_model_len
 _LONGEST_VALUE = 256  # longer values of the configuration are put into the manifest as their digest
 
@@ -103,6 +109,9 @@ def _lanes(geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
 def model_identity(facts: ModelFacts) -> dict[str, Scalar]:
     """The configuration as flat, sorted names, without what does not change KV and without nulls."""
     values = dict([*_flat("", facts.config, _IRRELEVANT), *_flat("engine.", facts.engine, frozenset())])
+    if (drafts := facts.drafts) is not None:
+        values |= _flat("drafts.", drafts.config, _IRRELEVANT_OF_DRAFTS)
+        values |= _flat("drafts.engine.", drafts.engine, frozenset())
     rope = {value for name, value in values.items() if name.rpartition(".")[2] in {"rope_type", "type"}}
     if not rope.isdisjoint(_ROPE_BY_LENGTH):
         values["engine.max_model_len"] = facts.max_model_len
@@ -137,6 +146,8 @@ def weights_identity(facts: ModelFacts, weights_version: str = "") -> str:
     """
     if weights_version:
         return f"version:{weights_version}"
+    if facts.drafts is not None and facts.drafts.weights != facts.weights:
+        return f"{weights_identity(replace(facts, drafts=None))} drafts:{weights_identity(facts.drafts)}"
     if facts.load_format == "dummy":  # vLLM draws them from a fixed seed, rank by rank
         return "dummy:tp{}pp{}".format(*facts.ranks)
     return weights_fingerprint(facts.weights, facts.load_format)

@@ -101,6 +101,8 @@ def _by_kind(
     kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, vllm_config: Any, device: str | None
 ) -> ModelCaches:
     groups = kv_cache_config.kv_cache_groups
+    if any(group.is_eagle_group for group in groups):
+        raise LayoutUnsupported("draft layers beside several KV cache groups are not supported yet")
     specs = [specs_of(group, kv_caches) for group in groups]
     num_blocks = kv_cache_config.num_blocks
 

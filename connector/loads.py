@@ -47,7 +47,7 @@ class _Load:
     counts: bool
     links: tuple[Link, ...] = ()
     objects: list[Promised] = field(default_factory=list)
-    reports: list[LoadReport] = field(default_factory=list)
+    reports: dict[Rank, LoadReport] = field(default_factory=dict)
     arrivals: Arrivals | None = None
     on_disk: frozenset[int] = frozenset()
     coming: set[int] = field(default_factory=set)
@@ -229,35 +229,34 @@ class Loads:
             load = self._jobs.pop(job)
             line = f"request {load.state.request_id}: a worker does not report its load"
             self._stats.say_once("no report", f"{line}; its lease is given back")
-            load.reports.append(LoadReport(0, MissReason.TOO_SLOW))
-            self._settle(load)
+            self._settle(load, [*load.reports.values(), LoadReport(0, MissReason.TOO_SLOW)])
 
-    def reported(self, job: int, reports: Sequence[LoadReport]) -> None:
+    def reported(self, job: int, reports: Mapping[Rank, LoadReport]) -> None:
         """What ranks say of a job. Only the first report of every rank counts."""
         load = self._jobs.get(job)
         if load is None:
             self._stats.say_once("late load", f"load {job} was reported late or twice by a rank; ignored")
             return
-        load.reports.extend(reports)
-        if len(load.reports) >= self._world_size:
+        load.reports = {**reports, **load.reports}
+        if len(load.reports) == self._world_size:
             del self._jobs[job]
-            self._settle(load)
+            self._settle(load, list(load.reports.values()))
 
-    def _settle(self, load: _Load) -> None:
+    def _settle(self, load: _Load, reports: Sequence[LoadReport]) -> None:
         load.state.load = None
         load.stop_coming()
-        worst = min(load.reports, key=lambda report: report.valid)
+        worst = min(reports, key=lambda report: report.valid)
         valid = worst.valid
         failed = valid < len(load.objects) or not load.objects
         if failed:
             load.state.no_load = MissReason.LOAD_FAILED_BEFORE
             self._known.forget(link.key for link in load.links[valid:])  # computed now, and offered again
         if load.lease is not None:
-            for position in {r.suspect for r in load.reports if r.suspect is not None}:
+            for position in {r.suspect for r in reports if r.suspect is not None}:
                 self._control.suspect(load.lease.promise, load.objects[position], load.state.request_id)
             self._leases.release(load.lease, cold=load.state.hints.release_cold and not failed)
         self._learn(load, worst)
-        for sample in samples_of(load.objects, load.reports) if load.objects else ():
+        for sample in samples_of(load.objects, reports) if load.objects else ():
             self._cost.pulled(*sample)
         if len(self._kinds) > 1 and failed:
             valid = 0  # it was of no use in part
@@ -265,8 +264,8 @@ class Loads:
         pulled = max(0, min(end, load.stop) - load.start)
         if disk_tokens := load.disk_tokens(valid):
             log.info("request %s: %d tokens pulled: %d from NVMe", load.state.request_id, pulled, disk_tokens)
-        reasons = [report.reason for report in load.reports if report.reason is not None]
-        self._stats.loaded(load.reports)
+        reasons = [report.reason for report in reports if report.reason is not None]
+        self._stats.loaded(reports)
         self._stats.loads += 1
         self._stats.loads_failed += failed
         if not load.counts:

@@ -212,14 +212,14 @@ class Jobs(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class Reports(KVConnectorWorkerMetadata):
-    """What ended on the ranks since the last step: one entry per rank that reported, by job.
+    """What ended on the ranks since the last step: of each job, the reports by rank. A rank has one, the first.
 
     `read` is how many objects of a job that is not over have been read so far, by rank: of jobs with objects from
     NVMe alone.
     """
 
-    loads: dict[int, list[LoadReport]] = field(default_factory=dict)
-    saves: dict[int, list[SaveReport]] = field(default_factory=dict)
+    loads: dict[int, dict[Rank, LoadReport]] = field(default_factory=dict)
+    saves: dict[int, dict[Rank, SaveReport]] = field(default_factory=dict)
     read: dict[int, dict[Rank, int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -229,14 +229,14 @@ class Reports(KVConnectorWorkerMetadata):
         """Both ranks' reports together."""
         assert isinstance(other, Reports), f"reports of another connector: {type(other)}"
         merged = Reports(
-            {job: list(r) for job, r in self.loads.items()},
-            {job: list(r) for job, r in self.saves.items()},
+            {job: dict(r) for job, r in self.loads.items()},
+            {job: dict(r) for job, r in self.saves.items()},
             {job: dict(r) for job, r in self.read.items()},
         )
         for job, loads in other.loads.items():
-            merged.loads.setdefault(job, []).extend(loads)
+            merged.loads[job] = loads | merged.loads.get(job, {})
         for job, saves in other.saves.items():
-            merged.saves.setdefault(job, []).extend(saves)
+            merged.saves[job] = saves | merged.saves.get(job, {})
         for job, read in other.read.items():
             merged.read.setdefault(job, {}).update(read)
         return merged

@@ -19,7 +19,7 @@ from typing import Any
 from connector.boundaries import longest_hit, needed
 from connector.control import Grant, NotGranted, ReserveAsk
 from connector.keys import Link
-from connector.metadata import SaveJob, SaveObject, SaveReport
+from connector.metadata import Rank, SaveJob, SaveObject, SaveReport
 from connector.offers import Item, Offers, Tables
 from connector.requests import RequestState
 from connector.shared import Shared
@@ -47,7 +47,7 @@ class _Save:
     node: NodeAddress
     items: list[tuple[Item, Grant]]
     ends_s: float
-    reports: list[SaveReport] = field(default_factory=list)
+    reports: dict[Rank, SaveReport] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -186,20 +186,20 @@ class Saves:
 
     # --- reported -------------------------------------------------------------------------------------
 
-    def reported(self, job: int, reports: Sequence[SaveReport]) -> None:
+    def reported(self, job: int, reports: Mapping[Rank, SaveReport]) -> None:
         """What ranks say of a job. Only the first report of every rank counts."""
         save = self._jobs.get(job)
         if save is None:
             self._stats.say_once("late save", f"save {job} was reported late or twice by a rank; ignored")
             return
-        save.reports.extend(reports)
-        if len(save.reports) >= self._shared.world_size:
+        save.reports = {**reports, **save.reports}
+        if len(save.reports) == self._shared.world_size:
             del self._jobs[job]
             self._settle(save)
 
     def _settle(self, save: _Save) -> None:
         self._learn(save)
-        self._stats.written(save.reports)
+        self._stats.written(list(save.reports.values()))
         commits: list[tuple[Grant, bytes]] = []
         whole: list[Item] = []
         broken: list[tuple[Item, Grant]] = []
@@ -215,7 +215,7 @@ class Saves:
         if commits:
             self._commits.append(_Commit(save.node.node.hex(), whole, self._control.commit(commits)))
         if broken:
-            quiet = all(report.quiet for report in save.reports)
+            quiet = all(report.quiet for report in save.reports.values())
             self._control.abort([grant for _, grant in broken], quiet=quiet)
             self.offers.drop([item for item, _ in broken], Cause.NOT_WRITTEN)
         for item, _ in save.items:
@@ -224,7 +224,7 @@ class Saves:
 
     def _learn(self, save: _Save) -> None:
         """Whether the node could be written to. Ranks that write nothing know nothing."""
-        failed = [report for report in save.reports if None in report.checksums]
+        failed = [report for report in save.reports.values() if None in report.checksums]
         if failed:
             self._shared.paths.failed(save.node, failed[0].reason)
         else:
@@ -234,7 +234,7 @@ class Saves:
         """The object's table from all ranks' runs; None when a rank failed or a run is missing."""
         geometry = self.offers.geometries[save.items[position][0].link.kind]
         runs: dict[int, bytes] = {}
-        for report in save.reports:
+        for report in save.reports.values():
             checksums = report.checksums[position]
             if checksums is None:
                 return None

@@ -314,11 +314,11 @@ class SchedulerHalf:
         self.loads.progressed(job, read)
 
     @harmless(lambda: None)
-    def _load_reported(self, job: int, reports: list[LoadReport]) -> None:
+    def _load_reported(self, job: int, reports: dict[Rank, LoadReport]) -> None:
         self.loads.reported(job, reports)
 
     @harmless(lambda: None)
-    def _save_reported(self, job: int, reports: list[SaveReport]) -> None:
+    def _save_reported(self, job: int, reports: dict[Rank, SaveReport]) -> None:
         self.saves.reported(job, reports)
 
     def has_pending_push_work(self) -> bool:

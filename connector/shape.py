@@ -3,7 +3,7 @@
 Every worker describes its own tensors: layers by their global names, with the heads it holds. The sum is an
 object's lanes, `[layer][head]`, in which neither TP nor PP shows:
 
-    PP   a stage owns consecutive layers, in the order of their names
+    PP   a stage owns consecutive layers, in the order of their names; layers of drafts are behind all others
     TP   rank t of T owns head shard t. With fewer heads than ranks, each head is on T / heads neighbours:
          all of them read it, the first one writes it. MLA is this with one head
 
@@ -20,6 +20,9 @@ from kvstore.core import Geometry, KVStoreError, LaneGroup
 __all__ = ["LayoutUnsupported", "Whole", "in_order", "lanes_of", "put_together"]
 
 
+_DRAFT_MODEL = (
+    "draft_model."  # where vLLM keeps a draft model; EAGLE and MTP number their layers behind the model's
+)
 STATE = "state"
 """The tile format of recurrent states."""
 
@@ -116,7 +119,7 @@ def lanes_of(layers: Sequence[Layer]) -> tuple[LaneGroup, ...]:
 
 def in_order(names: Collection[str]) -> list[str]:
     """Names of layers in an order that all ranks and versions agree on: by their words, numbers by value."""
-    return sorted(names, key=_natural)
+    return sorted(names, key=lambda name: (name.startswith(_DRAFT_MODEL), _natural(name)))
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -190,9 +190,8 @@ def _copies(layers: Sequence[torch.Tensor], device: str, split: int) -> Copies:
 
 
 def specs_of(group: Any, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Layer name to spec, in the order of the model. Layers that share another's KV are in no group: skipped."""
-    if group.is_eagle_group:
-        raise LayoutUnsupported("draft layers of speculative decoding are not supported")
+    """Layer name to spec, in the order of the model, drafts behind it. Layers that share the KV of others are in no
+    group: skipped."""
     specs = layer_specs(group)
     for spec in specs.values():
         if reason := unsupported_spec(spec):

@@ -306,7 +306,7 @@ class WorkerHalf:
         if not load.over or load.writing or self._loads.get(load.job.job) is not load:
             return
         del self._loads[load.job.job]
-        self._ended.load(load, self._clock())
+        self._ended.load(load, self._rank, self._clock())
         if line := load.obituary:
             self._say(load.reason, line)
 
@@ -382,7 +382,7 @@ class WorkerHalf:
         """Reports a save, once. Under the lock."""
         if self._saves.get(save.job.job) is save:
             del self._saves[save.job.job]
-            self._ended.reports.saves[save.job.job] = [report]
+            self._ended.reports.saves[save.job.job] = {self._rank: report}
 
     def _give_up_late(self) -> None:
         """Ends what is over its deadline. Under the lock."""

@@ -174,8 +174,8 @@ class Rig:
             results.failed_recving,
             results.finished_sending,
             invalid,
-            reports.loads if reports else {},
-            reports.saves if reports else {},
+            {job: list(ranks.values()) for job, ranks in reports.loads.items()} if reports else {},
+            {job: list(ranks.values()) for job, ranks in reports.saves.items()} if reports else {},
             reports.read if reports else {},
         )
         self.steps.append(step)

@@ -19,7 +19,10 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from connector.loads import LATE_S as LOAD_LATE_S
 from connector.metadata import Jobs, LoadJob, LoadReport, Reports
+from connector.saves import LATE_S as SAVE_LATE_S
+from connector.saves import MARGIN_S
 from kvstore.core import MissReason
 from tests.connector.support import BLOCK, CHUNK, Engine, Node, Worker, prompt
 
@@ -51,15 +54,17 @@ class FlakyWorker(Worker):
         super().__init__(node, num_blocks, ranks)
         self.lose = self.double = False
         self._said = Reports()
-        self._began: dict[int, float] = {}
+        self.loads_end: dict[int, float] = {}  # by job, as far as a rank may take for it
+        self.saves_end: dict[int, float] = {}
         self._failed: set[str] = set()
         self._now = now
         self._tally = tally
 
     def step(self, jobs: Jobs) -> KVConnectorOutput:
         for job in jobs.loads:
-            self._began[job.job] = self._now()
+            self.loads_end[job.job] = self._now() + job.deadline_s
             assert job.request not in self._failed, "promised again after a load that failed"
+        self.saves_end |= {job.job: self._now() + job.deadline_s for job in jobs.saves}
         output = super().step(jobs)
         reports = output.kv_connector_worker_meta
         if reports is not None and self.lose:
@@ -68,6 +73,12 @@ class FlakyWorker(Worker):
         if self.double:
             again = self._said
             self._tally["reports doubled"] += len(again.loads) + len(again.saves)
+            owed = (
+                self.unsaid.loads.keys() & again.loads.keys(),
+                self.unsaid.saves.keys() & again.saves.keys(),
+            )
+            self._tally["loads doubled while a rank is silent"] += len(owed[0])
+            self._tally["saves doubled while a rank is silent"] += len(owed[1])
             reports = again if reports is None else reports.aggregate(again)
         if reports is not None:
             self._said = reports
@@ -77,7 +88,7 @@ class FlakyWorker(Worker):
     def _load(self, job: LoadJob, output: KVConnectorOutput) -> LoadReport:
         """A load that is over its deadline reads nothing any more."""
         fail_load_at, reason = self.fail_load_at, self.reason
-        if self._now() - self._began[job.job] > job.deadline_s > 0:
+        if self._now() > self.loads_end[job.job] and job.deadline_s > 0:
             self.fail_load_at, self.reason = 0, MissReason.TOO_SLOW
         report = super()._load(job, output)
         if report.valid < len(job.objects):
@@ -140,10 +151,21 @@ class StormEngine(Engine):
             ]
             held = sum(block.ref_cnt for block in pool.blocks if not block.is_null)
             assert held == pinned + sum(map(len, tables)), "references that nobody owns"
+        self._check_jobs()
         self.preemptions += len(output.preempted_req_ids or ())
         for request in output.scheduled_new_reqs:
             chunked = output.num_scheduled_tokens[request.req_id] + request.num_computed_tokens
             self.tally["chunked prefills"] += chunked < len(request.prompt_token_ids or ())
+
+    def _check_jobs(self) -> None:
+        """What a rank has still to report is under way, however often the others have reported it."""
+        worker, half = self.worker, self.half
+        for job in worker.unsaid.loads:
+            late = self.now > worker.loads_end[job] + LOAD_LATE_S
+            assert late or job in half.loads._jobs, "a load was over before all ranks had reported it"
+        for job in () if self.was_reset else worker.unsaid.saves:  # a reset ends all saves
+            late = self.now > worker.saves_end[job] + MARGIN_S + SAVE_LATE_S
+            assert late or job in half.saves._jobs, "a save was over before all ranks had reported it"
 
     def _settle(self) -> None:
         stats = self.scheduler.connector_prefix_cache_stats  # before vLLM takes it away
@@ -273,7 +295,8 @@ class Storm:
         worker.fail_saves, worker.quiet = "saves fail" in faults, bool(pick % 2)
         worker.failing_rank = pick % engine.shape.ranks
         worker.silent_rank = pick % 2 if "silent rank" in faults and engine.shape.ranks == 2 else None
-        worker.lose, worker.double = "reports lost" in faults, "reports doubled" in faults
+        worker.lose = "reports lost" in faults
+        worker.double = "reports doubled" in faults or ("silent rank" in faults and pick % 4 < 2)
         node.down, control.index_down = "node down" in faults, "index down" in faults
         node.refuse = MissReason.NO_ROOM if "node full" in faults else None
         control.manual = bool({"slow answers", "answers overtake"} & {*faults})

@@ -424,7 +424,7 @@ class Worker:
             return False
         there = next(n for n, one in enumerate(wanted) if not one.placed)
         self._copy(job, there)
-        reports.read[job.job] = {Rank(0, rank): there for rank in range(self.ranks)}
+        reports.read[job.job] = {Rank(rank): there for rank in range(self.ranks)}
         return True
 
     def _copy(self, job: LoadJob, stop: int) -> tuple[int, int | None]:
@@ -446,30 +446,30 @@ class Worker:
             self.read[job.job] = position + 1
         return stop, None
 
-    def _of_ranks_load(self, job: LoadJob, report: LoadReport) -> list[LoadReport]:
+    def _of_ranks_load(self, job: LoadJob, report: LoadReport) -> dict[Rank, LoadReport]:
         """Each rank's report: all is well with those that do not fail."""
         more = self.lost.pop(job.job, None)
         end = len(job.objects) if more is None or more.lost_from is None else more.lost_from
         well = LoadReport(end if job.deadline_s > 0 else 0)
-        return [report if rank == self.failing_rank else well for rank in range(self.ranks)]
+        return {Rank(rank): report if rank == self.failing_rank else well for rank in range(self.ranks)}
 
-    def _of_ranks_save(self, report: SaveReport) -> list[SaveReport]:
+    def _of_ranks_save(self, report: SaveReport) -> dict[Rank, SaveReport]:
         """Each rank's report, on its own run."""
         if self.ranks == 1:
-            return [report]
-        reports = []
+            return {Rank(): report}
+        reports = {}
         for rank in range(self.ranks):
             failed = self.fail_saves and rank == self.failing_rank
             sums = tuple(None if failed or runs is None else {rank: runs[rank]} for runs in report.checksums)
-            reports.append(SaveReport(sums, self.quiet if failed else True))
+            reports[Rank(rank)] = SaveReport(sums, self.quiet if failed else True)
         return reports
 
     def _keep_to_itself(self, rank: int, reports: Reports, output: KVConnectorOutput) -> None:
         """The silent rank says nothing; vLLM waits for it with the requests that load."""
         for job, loads in reports.loads.items():
-            self.unsaid.loads[job] = [loads.pop(rank)]
+            self.unsaid.loads[job] = {Rank(rank): loads.pop(Rank(rank))}
         for job, saves in reports.saves.items():
-            self.unsaid.saves[job] = [saves.pop(rank)]
+            self.unsaid.saves[job] = {Rank(rank): saves.pop(Rank(rank))}
         self.unfinished |= output.finished_recving
         output.finished_recving = set()
 

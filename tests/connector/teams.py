@@ -85,7 +85,9 @@ class Team:
             self.workers[rank].get_transfer_results(set())
             self.workers[rank].get_block_ids_with_load_errors()
             reports = self.workers[rank].build_connector_worker_meta()
-            found.extend(getattr(reports, kind)[job] if reports else ())
+            for which, report in getattr(reports, kind)[job].items() if reports else ():
+                assert which == self.fleet.members[rank].rank, "it reports as another rank"
+                found.append(report)
             return bool(found)
 
         wait_until(reported, 20.0, f"rank {rank} has reported")

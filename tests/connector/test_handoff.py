@@ -182,7 +182,12 @@ def test_a_hand_off_between_block_sizes_is_of_the_chunks_and_of_a_tail_that_both
     )
     written = links_of(request, namespace, CHUNK, BLOCK)
     manifest: Any = SimpleNamespace(
-        namespace=namespace, unit_tokens=1, tile_format="gpu-kv", kv_dtype="bfloat16", chunk_tokens=CHUNK
+        namespace=namespace,
+        model={},
+        unit_tokens=1,
+        tile_format="gpu-kv",
+        kv_dtype="bfloat16",
+        chunk_tokens=CHUNK,
     )
     note = write_note(manifest, written, ["ab"])
     assert read_note(note, namespace, links_of(request, namespace, CHUNK, reader_block)) == HandOff(

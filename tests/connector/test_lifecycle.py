@@ -4,7 +4,6 @@ import inspect
 import random
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -119,10 +118,6 @@ def full() -> FullAttentionSpec:
     [
         (lambda v, k: setattr(v.parallel_config, "decode_context_parallel_size", 2), "decode context"),
         (lambda v, k: setattr(v.parallel_config, "prefill_context_parallel_size", 2), "prefill context"),
-        (
-            lambda v, k: setattr(v, "speculative_config", SimpleNamespace(uses_draft_kv_cache=lambda: True)),
-            "a draft model",
-        ),
         (
             lambda v, k: k.kv_cache_groups.__setitem__(
                 0,

@@ -7,7 +7,8 @@ token. At the end: every request is over; no lease, reservation, reference, job 
 Mutants of the connector that were tried and are caught: an answer that nobody wants keeps its lease; a lease goes
 when its load begins, or never; a failed load is not remembered; a load, or a save, that is not reported stays;
 references are not taken, or not given back; an idle engine sleeps with its saves; requests are not forgotten; the
-salt, or the embeddings, are not in the key; a readmitted request counts again.
+salt, or the embeddings, are not in the key; a readmitted request counts again; reports are counted and not their
+ranks, of loads or of saves.
 """
 
 import os
@@ -28,7 +29,8 @@ STEPS = 50
 
 HAPPENED = (
     "ahead", "chunked prefills", "preemptions", "loads", "loads failed", "committed", "evicted", "spilled", "resets",
-    "reports lost", "reports doubled", "aborted waiting", "aborted waiting_for_remote_kvs",
+    "reports lost", "reports doubled", "loads doubled while a rank is silent",
+    "saves doubled while a rank is silent", "aborted waiting", "aborted waiting_for_remote_kvs",
     "aborted running", "exact counts", "missed never_stored",
 )  # fmt: skip
 

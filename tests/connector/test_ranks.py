@@ -2,11 +2,16 @@
 
 Mutants that were tried and are caught: a commit at the first report; a commit without runs that nobody wrote; a
 commit of runs that two ranks wrote; the most instead of the least that ranks have loaded; no end to waiting for a
-report; references kept by a save that was given up; a lease kept by a load that is not reported.
+report; references kept by a save that was given up; a lease kept by a load that is not reported; reports that are
+counted, and not their ranks.
 """
 
+import functools
+from types import SimpleNamespace
+from typing import Any
+
 from connector.loads import LATE_S as LOAD_LATE_S
-from connector.metadata import SaveReport
+from connector.metadata import Rank, Reports, SaveReport
 from connector.saves import LATE_S as SAVE_LATE_S
 from kvstore.core import MissReason
 from tests.connector.support import BLOCK, CHUNK, Engine, Node, prompt
@@ -80,9 +85,8 @@ def test_two_ranks_that_write_the_same_run_commit_nothing() -> None:
     engine = Engine(node, ranks=2)
     of_ranks = engine.worker._of_ranks_save
 
-    def twice(report: SaveReport) -> list[SaveReport]:
-        first, _ = of_ranks(report)
-        return [first, report]
+    def twice(report: SaveReport) -> dict[Rank, SaveReport]:
+        return of_ranks(report) | {Rank(1): report}
 
     engine.worker._of_ranks_save = twice  # type: ignore[method-assign]
     engine.generate("a", TEXT)
@@ -94,10 +98,10 @@ def test_runs_that_no_rank_has_written_commit_nothing() -> None:
     """Each replica takes the other one for the writer."""
     node = Node()
     engine = Engine(node, ranks=2)
-    engine.worker._of_ranks_save = lambda report: [  # type: ignore[method-assign]
-        SaveReport(({},) * len(report.checksums), quiet=True),
-        SaveReport(tuple({1: runs[1]} for runs in report.checksums if runs), quiet=True),
-    ]
+    engine.worker._of_ranks_save = lambda report: {  # type: ignore[method-assign]
+        Rank(0): SaveReport(({},) * len(report.checksums), quiet=True),
+        Rank(1): SaveReport(tuple({1: runs[1]} for runs in report.checksums if runs), quiet=True),
+    }
     engine.generate("a", TEXT)
     assert not node.objects
     assert "abort quiet=True" in node.calls
@@ -137,3 +141,56 @@ def test_a_rank_that_does_not_report_its_load_costs_the_lease_of_nobody() -> Non
     engine.run()
     assert engine.tokens["b"] == answer
     engine.assert_nothing_left()
+
+
+def silent_after(engine: Engine, steps: int) -> Reports:
+    """What the other rank has reported in some steps of a request; all of it is then heard once more."""
+    said: list[Reports] = []
+    update = engine.half.update_connector_output
+
+    def listen(output: Any) -> None:
+        said.append(output.kv_connector_worker_meta or Reports())
+        update(output)
+
+    engine.half.update_connector_output = listen  # type: ignore[method-assign]
+    for _ in range(steps):
+        engine.step()
+    heard = functools.reduce(Reports.aggregate, said)
+    update(SimpleNamespace(kv_connector_worker_meta=heard, invalid_block_ids=set()))
+    return heard
+
+
+def test_a_save_that_a_rank_reports_twice_was_not_reported_by_the_other() -> None:
+    node = Node()
+    engine = Engine(node, ranks=2)
+    engine.worker.silent_rank = 1
+    engine.submit("a", TEXT)
+    heard = silent_after(engine, 6)
+    assert [list(reports) for reports in heard.saves.values()] == [[Rank(0)]] * len(heard.saves) != []
+    assert not {"commit", "abort quiet=True", "abort quiet=False"} & {*node.calls}
+    assert engine.half.saves.pinned_blocks == STORED // BLOCK
+    engine.worker.silent_rank = None
+    engine.run()
+    assert len(node.objects) == OBJECTS
+    engine.assert_nothing_left()
+
+
+def test_a_load_that_a_rank_reports_twice_keeps_its_lease_until_the_other_has_read() -> None:
+    node = Node()
+    answer = Engine(node, ranks=2).generate("a", TEXT)
+    engine = Engine(node, ranks=2)
+    engine.worker.silent_rank = 1
+    engine.submit("b", TEXT)
+    heard = silent_after(engine, 4)
+    assert [list(reports) for reports in heard.loads.values()] == [[Rank(0)]]
+    assert node.leases and engine.half.loads.under_way == 1
+    engine.worker.silent_rank = None
+    engine.run()
+    assert engine.tokens["b"] == answer
+    engine.assert_nothing_left()
+
+
+def test_of_a_rank_the_first_report_counts() -> None:
+    one, other, late = (SaveReport((), quiet=True, moved_bytes=size) for size in (1, 2, 3))
+    first, second = Reports(saves={7: {Rank(0): one}}), Reports(saves={7: {Rank(0): late, Rank(1): other}})
+    assert first.aggregate(second).saves == {7: {Rank(0): one, Rank(1): other}}

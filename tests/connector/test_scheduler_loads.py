@@ -315,13 +315,31 @@ def test_a_report_that_comes_after_the_request_was_released_cannot_make_it_loop(
     engine.assert_nothing_left()
 
 
+def test_beyond_what_may_be_leased_a_prompt_is_computed_and_counted(node, answer) -> None:
+    """docs/decisions/0311. vLLM asks once: what is not leased then is not promised."""
+    engine = Engine(node)
+    acquire = engine.control.acquire
+
+    def limited(keys, *rest):
+        some = acquire(keys[:2], *rest)
+        some.add_done_callback(lambda f: object.__setattr__(f.result(), "reason", MissReason.LEASE_LIMIT))
+        return some
+
+    engine.control.acquire = limited  # type: ignore[method-assign]
+    assert engine.generate("b", TEXT) == answer
+    stats = engine.half.shared.stats
+    assert (stats.pulled_tokens, stats.loads_failed) == (2 * CHUNK, 0)
+    assert stats.misses == {MissReason.LEASE_LIMIT: 1}
+    engine.assert_nothing_left()
+
+
 def test_doubled_and_unknown_reports_are_ignored(node, answer) -> None:
     engine = Engine(node)
     engine.generate("b", TEXT)
     report = engine.half.loads
     for job in (0, 0, 77):
-        report.reported(job, [])
-        engine.half.saves.reported(job, [])
+        report.reported(job, {})
+        engine.half.saves.reported(job, {})
     assert engine.generate("c", TEXT) == answer
     engine.assert_nothing_left()
 

@@ -195,13 +195,6 @@ def test_several_groups_are_not_understood() -> None:
         engine.understood()
 
 
-def test_draft_layers_are_not_understood() -> None:
-    engine = make_engine([full_spec()] * 2)
-    engine.config.kv_cache_groups[0].is_eagle_group = True
-    with pytest.raises(LayoutUnsupported, match="speculative decoding"):
-        engine.understood()
-
-
 def test_mla_on_cpu_is_refused() -> None:
     with pytest.raises(LayoutUnsupported, match="MLA on CPU"):
         make_engine([mla_spec()]).understood()

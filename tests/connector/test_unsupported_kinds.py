@@ -85,7 +85,6 @@ def test_kinds_that_are_not_understood(engine, specs, reason) -> None:
         (lambda v, k: setattr(v.parallel_config, "pipeline_parallel_size", 2), "pipeline parallelism"),
         (lambda v, k: setattr(v.parallel_config, "decode_context_parallel_size", 2), "decode context"),
         (lambda v, k: setattr(v.parallel_config, "prefill_context_parallel_size", 2), "prefill context"),
-        (lambda v, k: setattr(k.kv_cache_groups[0], "is_eagle_group", True), "draft layers"),
         (lambda v, k: setattr(k.kv_cache_groups[0], "enable_kv_transfer", False), "does not transfer"),
         (
             lambda v, k: setattr(v, "speculative_config", SimpleNamespace(uses_draft_kv_cache=lambda: False)),
