@@ -14,7 +14,9 @@ import pytest
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(3_000)]
 
 SUITES = ["sim", "identity", "faults", "crash"]
-NEEDS_NO_HIT: dict[str, str] = {}
+NEEDS_NO_HIT = {
+    "test_what_was_reported_survives_every_kill_and_nothing_else_appears": "reads devices, without a store",
+}
 
 
 @pytest.mark.parametrize("suite", SUITES)
