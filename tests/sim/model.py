@@ -135,19 +135,15 @@ class Sim:
     ) -> None:
         self.now_s = self.ticked_s = 0.0
         self.disk = MemoryDisk(disk_pages, PAGE_BYTES)
-        disks = MemoryDisks(self.disk)
-        tiering = Tiering(disks, spill) if disk_pages else None
+        self.disks = MemoryDisks(self.disk)
+        self.has_disk = disk_pages > 0
         self.spill = spill
         self.arena = Arena.create(pages * PAGE_BYTES, PAGE_BYTES, huge_pages=False, lock=False)
-        self.store = Store(
-            pages, PAGE_BYTES, PrefixLru(), lambda: self.now_s, Random(0).randbytes, tiering=tiering
-        )
-        self.carrier = Carrier(self.store, disks, self.arena)
-        self.carrier.sound = lambda record: record.generation not in self.damaged
+        self.random = Random(0)  # of all boots: no generation comes twice
+        self.boot()
         self.damaged: set[Generation] = set()  # on the device
         self.down: set[str] = set()  # paths that are only on a device that is down
         self.orphaning = 0
-        self.store.open_namespace(NAMESPACE, MANIFEST.encode())
         self.sizes = {
             path: SIZES[size % len(SIZES)] * GEOMETRY.bytes_per_unit
             for path, size in zip(PATHS, sizes, strict=True)
@@ -165,6 +161,21 @@ class Sim:
         self.down_at_s = -1.0  # when the device was down last
         self.failed: set[str] = set()  # paths of promotions that ended, perhaps badly
         self.bad: set[str] = set()  # paths whose copy was found bad on its way
+
+    def boot(self) -> None:
+        """A store that has nothing yet."""
+        tiering = Tiering(self.disks, self.spill) if self.has_disk else None
+        self.store = Store(
+            self.arena.page_count,
+            PAGE_BYTES,
+            PrefixLru(),
+            lambda: self.now_s,
+            self.random.randbytes,
+            tiering=tiering,
+        )
+        self.carrier = Carrier(self.store, self.disks, self.arena)
+        self.carrier.sound = lambda record: record.generation not in self.damaged
+        self.store.open_namespace(NAMESPACE, MANIFEST.encode())
 
     def close(self) -> None:
         self.arena.close()
@@ -588,6 +599,25 @@ class Sim:
         """kill -9: nothing is given back, its last writes may still land, a new process takes its place."""
         self.clients[who % len(self.clients)] = self.new_client()
         self.settle()
+
+    def restart(self) -> None:
+        """kill -9 of the node: what its device had is found again, all else is gone, and so is every promise. Writers
+        of the earlier boot write nowhere."""
+        if not self.disk.up:
+            return
+        self.disk.commit()
+        records = list(self.disk.records.values())
+        self.boot()
+        self.store.adopt(self.disk, records)
+        for grant in self.grants:
+            grant.ended, grant.late_until_s = True, 0.0
+        for each in self.everybody:
+            each.has_committed = False
+        for known in (self.leased, self.checks, self.lost, self.failed, self.bad):
+            known.clear()
+        self.orphaning = 0
+        self.settle(gone_on_purpose=True)
+        assert {key_of(path) for path in self.ready} == set(self.disk.records), "what was on NVMe is lost"
 
     def drop(self, which: int) -> None:
         path = PATHS[which % len(PATHS)]

@@ -19,6 +19,8 @@ Invariants, checked after every act (tests/sim/model.py), and the mutants that m
 * with NVMe: pages of both tiers are conserved, what is promised on NVMe stays there, what is on it is a commit:
     dram.py: `land` frees at once; nvme.py: `_is_evictable` always, pages counted twice; moving.py: the copy in DRAM
     goes when its spill begins, a key is put twice; objects.py: a job does not pin;
+* what is on NVMe outlives the node, and nothing else does:
+    adopting.py: what is found is not listed, or without its generation; nvme.py: its pages are not counted;
 * shares are kept:
     clients.py: no share at all; no floor; leases.py: a lease is prolonged for ever; writing.py: held pages do not
     count;
@@ -150,6 +152,10 @@ class StoreMachine(RuleBasedStateMachine):
     def crash(self, **arguments) -> None:
         self.sim.crash(**arguments)
 
+    @rule()
+    def restart(self) -> None:
+        self.sim.restart()
+
     @rule(which=picks)
     def drop(self, **arguments) -> None:
         self.sim.drop(**arguments)
@@ -207,6 +213,7 @@ def test_a_long_walk(seed: int) -> None:
         "switch": (1, lambda: sim.switch(random.random() < 0.7)),
         "wear": (0.5, lambda: sim.wear(random.random() < 0.3)),
         "crash": (0.5, lambda: sim.crash(pick())),
+        "restart": (0.3, sim.restart),
         "drop": (0.5, lambda: sim.drop(pick())),
         "wait": (3, lambda: sim.wait(random.choice(WAITS[: random.randint(1, len(WAITS))]))),
         "tick": (3, sim.tick),
