@@ -24,6 +24,7 @@ def test_with_a_store_that_always_misses_it_fails(suite: str, tmp_path: Path, re
     report = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.always_miss", f"tests/{suite}"]
     command += ["-q", "--tb=no", f"--junitxml={report}"]
+    command.append("--timeout=900")  # Hypothesis shrinks what it finds
     few = {**os.environ, "SOAK": "0"}
     assert (
         subprocess.run(command, cwd=repository, env=few, check=False).returncode
