@@ -1,14 +1,15 @@
 """Group commit: puts and frees of one device, in the order they came, many at a time.
 
-What is in the queue when a commit ends is the next one, and while data of more objects is being written a commit
-waits a moment for them; so under load it serves many objects, and otherwise it is at once. One commit at a time,
-in a thread of its own.
+What is in the queue when a commit ends is the next one; and as long as more objects are being written than wait for
+their commit, it waits a moment for them. So under load a commit serves about half of what is under way, while the
+device writes the other half; otherwise it is at once. One commit at a time, in a thread of its own.
 
 A commit that failed leaves its records *unsettled*: it is not known which of them became durable. Their pages
 stay taken until a later commit has freed them all (`settle`), before the device is used again.
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from kvstore.tiers.nvme.pool import IoPool
 from kvstore.tiers.nvme.records import Record
 from kvstore.tiers.nvme.volume import Volume
 
-_LINGER_S = 0.01
+_LINGER_S = 0.05
 
 
 class _Change(NamedTuple):
@@ -41,7 +42,7 @@ class Committer:
         health: stops it, and is told when a commit fails.
         pool: one thread.
         on_stored: a record is durable.
-        more_to_come: whether data of more puts is being written.
+        being_written: of how many more puts data is being written.
         on_gone: nothing on the device knows a record any more; its pages and slots are free.
     """
 
@@ -51,17 +52,18 @@ class Committer:
         health: Health,
         pool: IoPool,
         *,
-        more_to_come: Callable[[], bool],
+        being_written: Callable[[], int],
         on_stored: Callable[[Record], None],
         on_gone: Callable[[Record], None],
     ) -> None:
         self._volume = volume
         self._health = health
         self._lane = pool.lanes[0]
-        self._more_to_come = more_to_come
+        self._being_written = being_written
         self._on_stored = on_stored
         self._on_gone = on_gone
         self._queue: deque[_Change] = deque()
+        self._came = asyncio.Event()
         self._unsettled: list[Record] = []
         self._running: list[_Change] = []
         self._task: asyncio.Task[None] | None = None
@@ -120,6 +122,7 @@ class Committer:
     def _enqueue(self, record: Record, payload: bytes | None) -> "asyncio.Future[None]":
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(_Change(record, payload, done))
+        self._came.set()
         self.resume()
         return done
 
@@ -130,8 +133,7 @@ class Committer:
 
     async def _commit_all(self) -> None:
         while self._queue and self._health.up:
-            if self._more_to_come() and len(self._queue) < limits.NVME_COMMIT_RECORDS_MAX:
-                await asyncio.sleep(_LINGER_S)
+            await self._linger()
             failure = self._health.failure
             if failure.done():
                 return
@@ -144,6 +146,14 @@ class Committer:
                 failed = error
                 self._health.trip(error)
             self._settled(failed)
+
+    async def _linger(self) -> None:
+        """Returns when enough wait to be worth a commit, or have waited long enough."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while len(self._queue) < min(self._being_written(), limits.NVME_COMMIT_RECORDS_MAX):
+                    self._came.clear()
+                    await self._came.wait()
 
     async def _commit(self, changes: list[_Change]) -> None:
         puts = [(change.record, change.payload) for change in changes if change.payload is not None]

@@ -103,7 +103,7 @@ class Objects:
             self.volume,
             health,
             commits,
-            more_to_come=lambda: bool(self._writing),
+            being_written=lambda: len(self._writing),
             on_stored=self._stored,
             on_gone=self._gone,
         )
