@@ -171,9 +171,10 @@ class Nvme:
     def make_room(self, size_bytes: int) -> bool:
         """Whether an object of this size will find room, beside those that are coming; evicts if need be."""
         need_pages = self._most_pages(size_bytes + self.coming_bytes)
-        if self.free_pages < need_pages:
-            self._evict(need_pages - self.free_pages)
-        return self.free_pages >= need_pages
+        while self.free_pages < need_pages:  # again when some of it was on a device that is down
+            if not self._evict(need_pages - self.free_pages):
+                return False
+        return True
 
     def tick(self) -> None:
         """Evicts, a slice at a time, up to the low-water mark."""
@@ -182,15 +183,20 @@ class Nvme:
         if missing_pages > 0 and self.pages:
             self._evict(min(missing_pages, limits.EVICTED_PAGES_PER_TICK_MAX))
 
-    def _evict(self, pages: int) -> None:
-        pages -= self._drop_strange(pages)
-        if pages <= 0:
-            return
+    def _evict(self, pages: int) -> bool:
+        """Gives up so many pages, of whatever devices; whether there was anything to give up."""
+        dropped = self._drop_strange(pages)
+        some = dropped > 0
+        if dropped >= pages:
+            return some
+        pages -= dropped
         for entry in self._policy.plan(pages, self._is_evictable).victims:
             victim = self._listed[entry]
             if self._may_go(victim):  # not when a child stayed
                 self.remove(victim)
                 self._on_evicted(victim)
+                some = True
+        return some
 
     def _is_evictable(self, entry: Hashable) -> bool:
         victim = self._listed[entry]

@@ -13,7 +13,7 @@ from kvstore.core import Key
 from kvstore.tiers import FileDevice, NvmeConfig, NvmeDevice, read_label
 from tests.faults.streaming import StreamingEngine
 from tests.faults.support import chain, shape
-from tests.support import wait_until
+from tests.support import RedisServer, wait_until
 from tests.support.node import RunningNode, running_node
 
 pytestmark = pytest.mark.process
@@ -153,7 +153,15 @@ def test_a_prompt_of_four_times_the_arena_is_pushed_and_streams_back_and_survive
         assert done.from_nvme > 100
         assert node.stop() == 0
         assert "could not be flushed" not in node.process.output(), node.process.output()
-    with running_node(tmp_path, **settings(tmp_path)) as node, StreamingEngine(node.control, MODEL) as engine:
+    with (
+        RedisServer(tmp_path) as redis,
+        redis.client() as index,
+        running_node(tmp_path, **settings(tmp_path, redis_url=redis.url)) as node,
+        StreamingEngine(node.control, MODEL) as engine,
+    ):
         assert f"{len(KEYS)} objects found on it" in node.banner, node.process.output()
+        assert len(index.keys("kv:{*")) == len(KEYS), (
+            "it says that it is ready before engines can find what it has"
+        )
         done = engine.stream(KEYS)
         assert (done.got, done.from_nvme, done.bad) == (len(KEYS), len(KEYS), 0), done

@@ -268,6 +268,39 @@ def test_a_device_that_is_down_costs_its_objects_and_nothing_else() -> None:
         assert isinstance(world.acquire(BOB, on_disk[1:2])[0], OnDisk)
 
 
+def test_of_two_devices_one_is_down_and_the_other_goes_on() -> None:
+    """What is on it is had, and what is new is written to it, also when it is full.
+
+    Mutant: no room is made where what is given up first lay on the other one.
+    """
+    world = Tiers(spill=SpillMode.EAGER, disks=2, disk_chunks=8)
+    old = "abcdefghijklmnop"
+    for name in old:
+        world.put_at(name, 0)
+        world.carry()
+    down, up = world.disks
+    assert [len(disk.records) for disk in (down, up)] == [8, 8]
+    down.up = False
+    for name in old:
+        answer = world.acquire(BOB, name, lease=name)[0]
+        assert isinstance(answer, OnDisk | Resident) == (
+            key_of(name) in up.records or world.where(name) in "db"
+        )
+        world.release(BOB, name)
+    spilled, evicted = world.totals.spilled, world.totals.evicted
+    for name in "qrstuvwxyz":
+        world.put_at(name, 0)
+        world.carry()
+    assert world.totals.spilled - spilled == 10
+    assert world.where("qrstuvwxyz").count("-") <= 2, (
+        "what was written to the full device made way for the next"
+    )
+    assert world.totals.evicted > evicted
+    down.up = True
+    back = [name for name in old if key_of(name) in down.records and world.where(name) == "n"]
+    assert all(isinstance(world.acquire(BOB, name, lease=name)[0], OnDisk) for name in back)
+
+
 def test_a_device_that_goes_while_it_is_promised_is_a_miss_that_says_so() -> None:
     world = spilled_world()
     name = next(name for name in "abcdefgh" if world.where(name) == "n")

@@ -100,7 +100,9 @@ class MemoryDisks:
 
     def refuses(self, size_bytes: int) -> Refusal | None:
         refusals = [device.refuses(size_bytes) for device in self.devices]
-        return None if None in refusals else next(iter(refusals), Refusal.NO_ROOM)
+        if None in refusals:
+            return None
+        return Refusal.NO_ROOM if Refusal.NO_ROOM in refusals else next(iter(refusals), Refusal.NO_ROOM)
 
 
 class Carrier:
