@@ -40,9 +40,11 @@ class Adopting:
 
     def _opened(self, disk: Disk, namespace: Namespace) -> OpenNamespace | None:
         opened = self._namespaces.find(namespace)
-        manifest = disk.manifests.get(namespace)
-        if opened is not None or manifest is None:
+        if opened is not None:
             return opened
+        manifest = disk.manifests.get(namespace)
+        if manifest is None:
+            return None
         try:
             self._namespaces.open(namespace, manifest)
         except (BadRequest, Overloaded):  # it stays set aside; an engine that brings it is told

@@ -107,10 +107,10 @@ class Nvme:
         """The object has a copy here, from now on."""
         assert stored.nvme is None, "an object has one copy in a tier"
         stored.nvme = placed
-        self._count(stored, placed, 1)
+        pages = self._count(stored, placed, 1)
         if stored.listed:
             self._listed[stored.entry] = stored
-            self._policy.insert(stored.entry, stored.parent_entry, self._pages(placed), cold=stored.cold)
+            self._policy.insert(stored.entry, stored.parent_entry, pages, cold=stored.cold)
         else:
             self._retired[stored] = None
 
@@ -242,11 +242,13 @@ class Nvme:
         """Pages that this would take, on the device where it takes most."""
         return max((pages_for(size_bytes, disk.page_bytes) for disk in self.use if disk.up), default=0)
 
-    def _count(self, owner: Object, placed: OnDevice, sign: int) -> None:
-        use = self.use[placed.disk]
+    def _count(self, owner: Object, placed: OnDevice, sign: int) -> int:
+        """Notes that the device has it, or has it no more; its pages there."""
+        use, pages = self.use[placed.disk], self._pages(placed)
         use.objects += sign
         use.object_bytes += sign * owner.size_bytes
-        use.pages += sign * self._pages(placed)
+        use.pages += sign * pages
+        return pages
 
     def _forget(self, owner: Object) -> None:
         del self._listed[owner.entry]
