@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.core import Corrupt, limits
 from kvstore.tiers.nvme.base import Refusal
-from kvstore.tiers.nvme.device import DeviceRefused, aligned
+from kvstore.tiers.nvme.device import DeviceDown, DeviceRefused, aligned
 from kvstore.tiers.nvme.pieces import io_bytes
 from kvstore.tiers.nvme.records import Record
 from tests.support import wait_until_async
@@ -205,14 +205,17 @@ async def test_a_manifest_is_kept_with_the_first_object_and_goes_when_the_last_o
 
 async def test_stop_waits_for_commits_and_what_was_put_is_there(rig) -> None:
     device = await rig.start()
+    synced = threading.Event()
+    rig.faults.syncs = lambda: None if synced.wait(30) else DeviceDown("the test forgot it")
     puts = [asyncio.create_task(rig.put(n)) for n in range(4)]
     await wait_until_async(lambda: device._objects.committer.idle is False)
-    await device.stop()
-    done = [task.result() for task in puts if task.done() and not task.exception()]
-    await asyncio.gather(*puts, return_exceptions=True)
+    stopping = asyncio.create_task(device.stop())
+    synced.set()
+    done = await asyncio.gather(*puts)
+    await stopping
     rig.device = rig.make()
     await rig.device.start()
-    assert {record.key for record in done} <= set(rig.device.records)
+    assert {record.key for record in done} == set(rig.device.records)
 
 
 async def test_a_device_of_another_node_is_refused_at_the_start(rig) -> None:
