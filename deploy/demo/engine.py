@@ -112,16 +112,23 @@ class Engine:
             DemoFailed: it ended, or took too long; its log's end says why.
         """
         while time.monotonic() - self.started < START_S_MAX:
-            if self._process.poll() is not None:
-                raise DemoFailed(
-                    f"{self.name} ended with exit code {self._process.returncode}", self.log_path
-                )
-            try:
-                if self._http.get("/health", timeout=2.0).status_code == httpx.codes.OK:
-                    return time.monotonic() - self.started
-            except httpx.TransportError:
-                time.sleep(0.1)
+            if self.serves():
+                return time.monotonic() - self.started
+            time.sleep(0.1)
         raise DemoFailed(f"{self.name} was not ready after {START_S_MAX:.0f} s", self.log_path)
+
+    def serves(self) -> bool:
+        """Whether it answers by now.
+
+        Raises:
+            DemoFailed: it has ended; its log's end says why.
+        """
+        if self._process.poll() is not None:
+            raise DemoFailed(f"{self.name} ended with exit code {self._process.returncode}", self.log_path)
+        try:
+            return self._http.get("/health", timeout=2.0).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
 
     def ask(
         self,

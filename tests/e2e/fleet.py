@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from deploy.demo.engine import MODEL_NAME, Engine, Prompt
+from deploy.demo.engine import MODEL_NAME, START_S_MAX, Engine, Prompt
 from deploy.demo.node import Node
 from deploy.demo.proxy import Proxy
 from tests.e2e.support import prompt_text, transfer_config, wait_for_nothing_held
@@ -50,6 +50,7 @@ class Fleet:
     engines: dict[str, Engine] = field(default_factory=dict)
     _ports: dict[str, int] = field(default_factory=dict)
     _starts: "itertools.count[int]" = field(default_factory=itertools.count)
+    _asleep: set[str] = field(default_factory=set)
 
     def start(self, name: str) -> Engine:
         """Starts an engine, for the first time or again, and does not wait for it."""
@@ -58,24 +59,29 @@ class Fleet:
         log = f"{name}-{next(self._starts)}"
         self.engines[name] = Engine(log, self.model, port, self.logs, store=self.store, flags=flags)
         self.exits.callback(self.engines[name].stop)
+        self._asleep.add(name)
         return self.engines[name]
 
-    def wait_ready(self, *names: str) -> None:
-        """Returns when these engines serve, and have been woken up."""
-        for name in names:
-            self.engines[name].wait_ready()
-            self.engines[name].complete("Only to wake the engine up.", 2)
+    def up(self, names: Sequence[str], least: int = 1) -> list[str]:
+        """Those of these engines that serve, once there are so many. Each has been woken up."""
+        serving: list[str] = []
 
-    def restart(self, name: str) -> None:
-        """What was killed comes back."""
-        self.start(name)
-        self.wait_ready(name)
+        def enough() -> bool:
+            serving[:] = [name for name in names if self.engines[name].serves()]
+            return len(serving) >= least
+
+        wait_until(enough, START_S_MAX, f"{least} of {', '.join(names)} to serve")
+        for name in self._asleep.intersection(serving):
+            self.engines[name].complete("Only to wake the engine up.", 2)
+            self._asleep.remove(name)
+        return serving
 
     def ensure_up(self) -> None:
-        """What an earlier test has killed comes back."""
+        """Returns when all engines serve; what an earlier test has killed comes back."""
         for name, engine in self.engines.items():
             if not engine.running:
-                self.restart(name)
+                self.start(name)
+        self.up(tuple(self.engines), len(self.engines))
 
     def proxy(self, prefill: Sequence[str], decode: Sequence[str], *flags: str) -> Proxy:
         """A proxy in front of these engines."""
@@ -120,7 +126,7 @@ def running_fleet(
         fleet = Fleet(model, logs, node, exits, prompts, store, forgetful)
         for name in names:
             fleet.start(name)
-        fleet.wait_ready(*names)
+        fleet.ensure_up()
         yield fleet
 
 

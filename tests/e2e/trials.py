@@ -30,7 +30,8 @@ from tests.support import wait_until
 GENERATED_TOKENS = 16
 ALONE = "computed alone"
 CHUNK_TOKENS = 256
-AT_ONCE, LONGEST_S = 4, 2.0  # clients, and how long the most patient of those waits that go by time
+AT_ONCE, LONGEST_S = 8, 2.0  # clients, and how long the most patient of those waits that go by time
+CANCELLED_TOKENS = 140, 520  # of their prompts, from and to
 GENERATED_MAX = 48  # for those that stay
 RACED_TOKENS = 700
 LAST_TOKENS = 8  # of an answer: they may all have come before a kill is through
@@ -57,7 +58,7 @@ def pass_lengths(fleet: Fleet, proxy: Proxy, decode: Engine, lengths: Sequence[i
 def cancel(fleet: Fleet, proxy: Proxy, requests: int, rng: random.Random) -> Counter[str]:
     """So many requests, a few at a time, whose clients go: every other one after some time, whatever has come by
     then, the others after some tokens. How many went in which state."""
-    prompts = [fleet.prompts.cut(rng.randrange(200, 1_000)) for _ in range(requests // 4)]
+    prompts = [fleet.prompts.cut(rng.randrange(*CANCELLED_TOKENS)) for _ in range(requests // 4)]
     ends: Counter[str] = Counter()
 
     async def one(client: httpx.AsyncClient, turn: asyncio.Semaphore, patient: bool) -> None:
@@ -102,14 +103,13 @@ def pass_cancellations(fleet: Fleet, proxy: Proxy, decode: Engine, requests: int
 
 @dataclass(frozen=True)
 class Raced:
-    """One run of the race: what decode answered, whether prefill was killed, how early decode was asked, and how
-    long it waited before it computed. `prefill_s` is what prefill took, if it was not killed."""
+    """One run of the race: what decode answered, whether prefill was killed, how long before prefill had finished
+    (or, killed, would have) decode was asked, and how long it waited before it computed."""
 
     answer: Answer
     killed: bool
     early_s: float
     waited_s: float
-    prefill_s: float
 
     @property
     def pulled(self) -> bool:
@@ -117,9 +117,9 @@ class Raced:
         return self.answer.pulled >= self.answer.prompt_tokens - BLOCK_TOKENS
 
     def __str__(self) -> str:
-        took = "prefill was killed" if self.killed else f"prefill took {self.prefill_s:.2f} s"
+        killed = ", prefill was killed" if self.killed else ""
         origin = f"{self.answer.pulled} pulled, {self.answer.computed} computed"
-        return f"{self.early_s:.2f} s early, {took}: waited {self.waited_s:.2f} s, {origin}"
+        return f"{self.early_s:.2f} s early{killed}: waited {self.waited_s:.2f} s, {origin}"
 
 
 def note_of(fleet: Fleet, prompt: list[int]) -> dict[str, object]:
@@ -142,7 +142,8 @@ def note_of(fleet: Fleet, prompt: list[int]) -> dict[str, object]:
 
 
 def race(fleet: Fleet, prefill: str, decode: Engine, early_s: float, *, kill: bool) -> Raced:
-    """Decode is asked `early_s` before prefill finishes, by the time that the last prompt took; or is killed."""
+    """Decode is asked `early_s` before prefill finishes, by the time that the last prompt took. With `kill`, prefill
+    is killed half of that before it would finish."""
     prompt, other = fleet.prompts.cut(RACED_TOKENS), fleet.prompts.cut(RACED_TOKENS)
     alone = decode.ask(prompt, GENERATED_TOKENS, salt=ALONE)
     engine = fleet.engines[prefill]
@@ -164,13 +165,14 @@ def race(fleet: Fleet, prefill: str, decode: Engine, early_s: float, *, kill: bo
     with ThreadPoolExecutor(2) as beside:
         prefilled = beside.submit(compute)
         reached(began + takes_s - early_s)
+        asked_s = time.monotonic() - began
         killed = beside.submit(strike) if kill else None
         asked = ask(decode, prompt, GENERATED_TOKENS, hand_off=note)
         if killed:
             killed.result()
-        prefill_s = prefilled.result()
+        finished_s = prefilled.result()
     assert asked.answer.text == alone.text
-    return Raced(asked.answer, kill, early_s, asked.waited_s, prefill_s)
+    return Raced(asked.answer, kill, (takes_s if kill else finished_s) - asked_s, asked.waited_s)
 
 
 def reached(moment: float) -> None:
@@ -232,9 +234,13 @@ class HandOver:
 
 
 def hand_over(fleet: Fleet, proxy: Proxy, decode: Sequence[str], rng: random.Random, tokens: int) -> HandOver:
-    """The engine that answers is SIGKILLed after a random number of tokens; the client notices nothing."""
+    """The engine that answers is SIGKILLed after a random number of tokens; the client notices nothing.
+
+    `decode` are the engines behind the proxy. Two of them must serve; others may be about to.
+    """
     prompt = fleet.prompts.cut(rng.randrange(300, 700))
-    alone = listen(fleet.engines[decode[0]].url, request_of(prompt, tokens, cache_salt=ALONE))
+    up = fleet.up(decode, least=2)
+    alone = listen(fleet.engines[up[0]].url, request_of(prompt, tokens, cache_salt=ALONE))
     assert len(alone.token_ids) == tokens
     at, died = rng.randrange(1, tokens - LAST_TOKENS), ""
     before: dict[str, dict[str, int]] = {}
@@ -242,7 +248,7 @@ def hand_over(fleet: Fleet, proxy: Proxy, decode: Sequence[str], rng: random.Ran
     def strike(come: int) -> None:
         nonlocal died
         if not before:  # what prefill did is done
-            before.update({name: fleet.engines[name].tokens_by_source() for name in decode})
+            before.update({name: fleet.engines[name].tokens_by_source() for name in up})
         if come >= at and not died:
             died = fleet.serving(proxy)
             fleet.engines[died].kill()
@@ -252,9 +258,9 @@ def hand_over(fleet: Fleet, proxy: Proxy, decode: Sequence[str], rng: random.Ran
     assert (stream.token_ids, stream.text) == (alone.token_ids, alone.text)
     assert (len(stream.ids), stream.generated, stream.done) == (1, tokens, 1)
     gains = {
-        name: {k: v - before[name][k] for k, v in fleet.engines[name].tokens_by_source().items()}
+        name: {k: v - before.get(name, {}).get(k, 0) for k, v in engine.tokens_by_source().items()}
         for name in decode
-        if name != died
+        if (engine := fleet.engines[name]).running and engine.serves()
     }
     went_on = max(gains, key=lambda name: sum(gains[name].values()))
     gain = gains[went_on]
