@@ -38,7 +38,7 @@ BLOCK_TOKENS = 128  # vLLM's block size on CPU
 PAIRS, PAIRS_FULL = 7, 21
 PUSH_S = 120.0
 AIM = 2.0
-FLAGS = ("--max-model-len", str(POSITIONS))
+FLAGS = ("--max-model-len", str(POSITIONS), "--num-gpu-blocks-override", "160")
 
 
 def prompt_of(length: int) -> list[int]:
@@ -125,6 +125,8 @@ class Store:
             "1GiB",
             "--tiers-spill",
             "eager",
+            "--dram-size-bytes",
+            "512MiB",
         )
         self.node = self._start()
         stack.callback(self._stop)

@@ -60,7 +60,10 @@ class Node:
         deadline = time.monotonic() + START_S_MAX
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise DemoFailed(f"kvstore ended with exit code {self._process.returncode}", self.log_path)
+                code, said = self._process.returncode, self.log_path.read_text().strip()
+                raise DemoFailed(
+                    f"kvstore ended with exit code {code}: {said.rpartition(chr(10))[2]}", self.log_path
+                )
             try:
                 if self._http.get("/readyz").status_code == httpx.codes.OK:
                     return

@@ -17,6 +17,7 @@ from tests.support import free_port, wait_until
 
 BLOCK_TOKENS = 128  # vLLM's block size on CPU
 FORGETFUL = ("--no-enable-prefix-caching",)  # an engine that asks the store, whatever it is asked
+SMALL = ("--num-gpu-blocks-override", "64")  # so that several fit into the memory of a small machine
 
 
 class Prompts:
@@ -55,7 +56,7 @@ class Fleet:
     def start(self, name: str) -> Engine:
         """Starts an engine, for the first time or again, and does not wait for it."""
         port = self._ports.setdefault(name, free_port())
-        flags = FORGETFUL if name in self.forgetful else ()
+        flags = (*SMALL, *FORGETFUL) if name in self.forgetful else SMALL
         log = f"{name}-{next(self._starts)}"
         self.engines[name] = Engine(log, self.model, port, self.logs, store=self.store, flags=flags)
         self.exits.callback(self.engines[name].stop)

@@ -29,32 +29,35 @@ RACES, RACES_PULLED_SHARE = 30, 0.9
 EARLY_S_MAX = 0.5
 HANDOFF_WAIT_S = 5.0
 HAND_OVERS, GENERATED_TOKENS = 20, 64
-PREFILL = "prefill"
-OTHERS = ("one", "two", "three")  # all are prefill and decode; these keep no prefixes
+ALL = (
+    "one",
+    "two",
+    "three",
+)  # each is prefill and decode, and keeps no prefixes: what it does not compute it pulls
 
 
 @pytest.fixture(scope="module")
 def fleet(model_path: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     logs = tmp_path_factory.mktemp("pair")
     settings = {"transfer": "mooncake", "write_back": True, "handoff_wait_s": HANDOFF_WAIT_S}
-    with running_fleet(model_path, repository, logs, (PREFILL, *OTHERS), OTHERS, **settings) as running:
+    with running_fleet(model_path, repository, logs, ALL, ALL, **settings) as running:
         yield running
 
 
 def test_at_most_one_engine_block_is_computed_again_whatever_the_length(fleet: Fleet) -> None:
     fleet.ensure_up()
-    pass_lengths(fleet, fleet.proxy([PREFILL], OTHERS[:1]), fleet.engines[OTHERS[0]], LENGTHS)
+    pass_lengths(fleet, fleet.proxy(ALL[1:], ALL[:1]), fleet.engines[ALL[0]], LENGTHS)
 
 
 def test_clients_that_go_leave_nothing_behind(fleet: Fleet) -> None:
     fleet.ensure_up()
-    pass_cancellations(fleet, fleet.proxy([PREFILL], OTHERS[:1]), fleet.engines[OTHERS[0]], CANCELLED)
+    pass_cancellations(fleet, fleet.proxy(ALL[1:], ALL[:1]), fleet.engines[ALL[0]], CANCELLED)
 
 
 def test_decode_that_is_asked_before_prefill_has_finished_waits_for_it(fleet: Fleet) -> None:
     """In a third of the runs prefill is killed meanwhile; another one takes its place until it is back."""
     fleet.ensure_up()
-    prefill, decode, rng = (PREFILL, OTHERS[0]), fleet.engines[OTHERS[1]], random.Random(2)
+    prefill, decode, rng = ALL[1:], fleet.engines[ALL[0]], random.Random(2)
     races: list[Raced] = []
     for number in range(RACES):
         name, kill = fleet.up(prefill)[0], number % 3 == 2
@@ -73,10 +76,10 @@ def test_decode_that_is_asked_before_prefill_has_finished_waits_for_it(fleet: Fl
 
 def test_an_answer_goes_on_when_its_engine_is_killed(fleet: Fleet) -> None:
     fleet.ensure_up()
-    proxy, rng = fleet.proxy([PREFILL], OTHERS), random.Random(1)
+    proxy, rng = fleet.proxy(ALL, ALL), random.Random(1)
     overs: list[HandOver] = []
     for _ in range(HAND_OVERS):
-        overs.append(hand_over(fleet, proxy, OTHERS, rng, GENERATED_TOKENS))
+        overs.append(hand_over(fleet, proxy, ALL, rng, GENERATED_TOKENS))
         print(overs[-1])
         fleet.start(overs[-1].died)
     assert proxy.metric("kvstore_proxy_hand_overs_total", outcome="continued") == HAND_OVERS
