@@ -66,7 +66,7 @@ def test_decode_that_is_asked_before_prefill_has_finished_waits_for_it(fleet: Fl
         if kill:
             fleet.start(name)
     survived = [each for each in races if not each.killed]
-    assert sum(each.early_s > 0 for each in survived) > len(survived) / 2, "decode was asked too late"
+    assert any(each.early_s > 0 and each.pulled for each in survived), "decode was always asked too late"
     assert sum(each.pulled for each in survived) >= RACES_PULLED_SHARE * len(survived)
     assert all(each.waited_s < HANDOFF_WAIT_S + 1.5 for each in races), "a wait without a bound"
     assert any(not each.pulled for each in races), "prefill was never killed in time"

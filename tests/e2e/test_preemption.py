@@ -17,7 +17,7 @@ from tests.e2e.fleet import FORGETFUL, Prompts
 from tests.e2e.support import external, transfer_config, wait_for_nothing_held
 from tests.support import free_port, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3_000)]
 
 REQUESTS, AT_ONCE = 100, 6
 PROMPTS = 20  # each is asked for several times, so that most of it is pulled
