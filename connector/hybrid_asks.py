@@ -10,19 +10,16 @@ for at which engines save.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from connector.asks import Asks
 from connector.boundaries import longest_hit, needed, worth_saving
-from connector.control import Promise
-from connector.cost import Decision, Offer
 from connector.keys import Link
-from connector.requests import Ask, RequestState
+from connector.requests import RequestState
 from connector.shared import Shared
+from connector.whole_asks import WholeAsks
 from kvstore.core import Key, MissReason
 
 
-class HybridAsks(Asks):
+class HybridAsks(WholeAsks):
     """Answers for all waiting requests."""
 
     def __init__(self, shared: Shared) -> None:
@@ -60,28 +57,6 @@ class HybridAsks(Asks):
     def _beyond(self, wanted: Sequence[Link], computed: int) -> Sequence[Link]:
         pieces = needed(wanted, len(wanted) - 1, self._kinds, computed)
         return [*super()._beyond(wanted, computed), *pieces]
-
-    def _suffices(self, ask: Ask, promise: Promise) -> bool:
-        if len(promise.objects) == len(ask.wanted):
-            return True
-        ask.absent.add(ask.wanted[len(promise.objects)].key)
-        ask.reason = promise.reason or ask.reason
-        if promise.objects:
-            self._control.release(promise)
-        return False
-
-    def _sooner(self, state: RequestState, promise: Promise, computed: int) -> Promise:
-        """All of it or nothing, whichever is sooner: what is left out of a hit makes the rest useless."""
-        *others, last = promise.objects
-        tokens = max(link.stop for link in state.ask.wanted) - computed
-        offers = [Offer(0, one.size_bytes, one.node.node, one.tier, one.eta_s) for one in others]
-        offers.append(Offer(tokens, last.size_bytes, last.node.node, last.tier, last.eta_s))
-        verdict = self._cost.decide(offers)
-        self._stats.fresh.add("load_decisions", 1, verdict.decision)
-        if verdict.num_objects == len(offers) or (verdict.decision is Decision.PROBE and verdict.num_objects):
-            return promise
-        self._control.release(promise)
-        return replace(promise, objects=(), reason=MissReason.TOO_SLOW)
 
 
 def _keys(links: Sequence[Link]) -> list[Key]:

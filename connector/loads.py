@@ -70,6 +70,7 @@ class Loads:
     """All loads of this engine."""
 
     def __init__(self, shared: Shared) -> None:
+        self._shared = shared
         self._control = shared.control
         self._config = shared.config
         self._leases = shared.leases
@@ -115,7 +116,9 @@ class Loads:
         assert pairs and pairs[0][0].start <= load.start, "a load that begins before what was promised"
         end = max(link.stop for link, _ in pairs)
         assert load.stop <= end, "a load of more than was promised"
-        assert load.stop == end or len(self._kinds) == 1, "a load that ends where no boundary was promised"
+        assert load.stop == end or not self._shared.whole_hits, (
+            "a load of a part of what is of use as a whole"
+        )
         load.links = tuple(link for link, _ in pairs)
         load.objects = [promised for _, promised in pairs]
         nodes = {(promised.node.node, promised.node.boot): promised.node for promised in load.objects}
@@ -138,7 +141,7 @@ class Loads:
         load.ends_s = self._clock() + deadline_s
         self._promote(load, ask.lease, deadline_s)
         return LoadJob(
-            job, load.state.request_id, tuple(nodes.values()), objects, deadline_s, len(self._kinds) > 1
+            job, load.state.request_id, tuple(nodes.values()), objects, deadline_s, self._shared.whole_hits
         )
 
     def _promote(self, load: _Load, lease: Lease, deadline_s: float) -> None:
@@ -167,7 +170,7 @@ class Loads:
         """A job that the worker half reports as failed at once, in all blocks behind the local hit."""
         targets = tuple(tables[0][load.start // self._block_tokens :])
         nothing = LoadObject(Key(bytes(32)), 0, b"", (), 0, b"", targets)
-        return LoadJob(job, load.state.request_id, (), (nothing,), 0.0, len(self._kinds) > 1)
+        return LoadJob(job, load.state.request_id, (), (nothing,), 0.0, self._shared.whole_hits)
 
     def disk_tokens(self, state: RequestState) -> int:
         """How many of the tokens that a load under way is to bring come from NVMe."""
@@ -258,7 +261,7 @@ class Loads:
         self._learn(load, worst)
         for sample in samples_of(load.objects, reports) if load.objects else ():
             self._cost.pulled(*sample)
-        if len(self._kinds) > 1 and failed:
+        if self._shared.whole_hits and failed:
             valid = 0  # it was of no use in part
         end = max((link.stop for link in load.links[:valid]), default=0)
         pulled = max(0, min(end, load.stop) - load.start)

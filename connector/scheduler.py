@@ -31,8 +31,10 @@ from connector.offers import Tables
 from connector.requests import Ask, RequestState
 from connector.saves import Saves
 from connector.session import Session
+from connector.shape import CPU_MLA
 from connector.shared import Shared
 from connector.stats import Cause
+from connector.whole_asks import LastTokenAsks
 from kvstore.core import BadConfiguration, MissReason, Namespace
 
 log = logger(__name__)
@@ -67,7 +69,7 @@ class SchedulerHalf:
             )
         world_size = vllm_config.parallel_config.world_size
         kinds = () if unsupported else kinds_of(kv_cache_config.kv_cache_groups)
-        self.shared = Shared(control, config, clock, block_tokens, world_size, kinds)
+        self.shared = Shared(control, config, clock, block_tokens, world_size, kinds, len(kinds) > 1)
         self.session = Session(self.shared, vllm_config)
         self.asks = HybridAsks(self.shared) if len(kinds) > 1 else Asks(self.shared)
         self.loads = Loads(self.shared)
@@ -337,6 +339,9 @@ class SchedulerHalf:
     def shake_hands(self, metadata: dict[tuple[int, int], Any]) -> None:
         """What the ranks say of their KV caches."""
         self.session.shake_hands(metadata)
+        if self.session.tile_format == CPU_MLA:
+            self.shared.whole_hits = True
+            self.asks = LastTokenAsks(self.shared)
 
     def reset_cache(self) -> bool:
         """Nothing that was stored so far is valid for this engine any more; others keep it.

@@ -70,6 +70,11 @@ class Session:
         """The shape of this engine's objects; None until the workers have told."""
         return None if self._whole is None else self._whole.shape
 
+    @property
+    def tile_format(self) -> str:
+        """What is inside a tile; empty until the workers have told."""
+        return "" if self._whole is None else self._whole.tile_format
+
     def tick(self) -> None:
         """Opens the namespace once everything is known."""
         if self.manifest is None and self.unsupported is None and self._whole and self._weights.done():

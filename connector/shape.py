@@ -26,6 +26,9 @@ _DRAFT_MODEL = (
 STATE = "state"
 """The tile format of recurrent states."""
 
+CPU_MLA = "cpu-mla"
+"""That of MLA on CPU without AMX, where only hits that leave one token are computed right (`whole_asks`)."""
+
 
 class LayoutUnsupported(KVStoreError):
     """KV of this shape can be neither saved nor loaded. `str()` is a reason, as half a sentence."""

@@ -25,6 +25,7 @@ class Shared:
         block_tokens: tokens of an engine block.
         world_size: ranks that report every job.
         kinds: of the model's KV, the full one first.
+        whole_hits: of a hit in part nothing is of use.
         epoch: counts namespaces: keys, leases and saves of an earlier one are void.
     """
 
@@ -34,6 +35,7 @@ class Shared:
     block_tokens: int
     world_size: int
     kinds: tuple[Kind, ...]
+    whole_hits: bool = False
     epoch: int = 0
     stats: Stats = field(default_factory=Stats)
     steps: Steps = field(default_factory=Steps)

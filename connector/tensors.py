@@ -28,12 +28,14 @@ from connector.compat import (
 )
 from connector.copies import Copies, DeviceCopies, Fence, HostCopies
 from connector.metadata import Handshake, Layer
-from connector.shape import STATE, LayoutUnsupported, in_order, lanes_of
+from connector.shape import CPU_MLA, STATE, LayoutUnsupported, in_order, lanes_of
 from kvstore.core import Geometry
 
 # GPU backends whose source was read: a token of a head is its keys, then its values (MLA: one latent vector).
 _TOKEN_MAJOR = frozenset({"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})
 _TOKEN_MAJOR_MLA = frozenset({"CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "FLASHMLA", "TRITON_MLA"})
+# On CPU; AMX_MLA keeps the same vectors, but no machine was there to test it on.
+_CPU_MLA_BACKENDS = frozenset({"CPU_MLA"})
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,8 @@ def understand_layers(
     device = device or next(iter(kv_caches.values())).device.type
     split = _kernel_blocks_per_block(kv_caches, specs, num_blocks)
     first = next(iter(specs.values()))
-    if device == "cuda":
-        _check_backends(specs, vllm_config)
+    if device == "cuda" or is_mla(first):
+        _check_backends(specs, vllm_config, device)
     formats = {_tile_format(device, spec, split, vllm_config) for spec in specs.values()}
     if len(formats) != 1:
         raise LayoutUnsupported(f"layers whose tiles differ in kind are not supported: {sorted(formats)}")
@@ -211,12 +213,12 @@ def _kernel_blocks_per_block(
     return next(iter(ratios))[0]
 
 
-def _check_backends(specs: Mapping[str, Any], vllm_config: Any) -> None:
+def _check_backends(specs: Mapping[str, Any], vllm_config: Any, device: str) -> None:
     """A shape does not tell what a backend puts into it."""
+    on_gpu = {True: _TOKEN_MAJOR_MLA, False: _TOKEN_MAJOR}
     for name, spec in specs.items():
-        unknown = attention_backends(vllm_config, [name]) - (
-            _TOKEN_MAJOR_MLA if is_mla(spec) else _TOKEN_MAJOR
-        )
+        known = on_gpu[is_mla(spec)] if device == "cuda" else _CPU_MLA_BACKENDS
+        unknown = attention_backends(vllm_config, [name]) - known
         if unknown:
             raise LayoutUnsupported(
                 f"what the attention backend {unknown.pop()} keeps per token is not known here"
@@ -230,9 +232,7 @@ def _tile_format(device: str, spec: Any, split: int, vllm_config: Any) -> tuple[
     if device != "cpu":
         raise LayoutUnsupported(f"KV on a device of kind {device} is not supported yet")
     if is_mla(spec):
-        raise LayoutUnsupported(
-            "MLA on CPU is not supported: without AMX, prefill after a hit is wrong in vLLM"
-        )
+        return CPU_MLA, 1
     if split != 1:
         raise LayoutUnsupported("kernel blocks smaller than --block-size are not supported on CPU")
     return f"cpu-{attention_isa(vllm_config, spec)}", spec.block_size

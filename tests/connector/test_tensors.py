@@ -195,9 +195,15 @@ def test_several_groups_are_not_understood() -> None:
         engine.understood()
 
 
-def test_mla_on_cpu_is_refused() -> None:
-    with pytest.raises(LayoutUnsupported, match="MLA on CPU"):
-        make_engine([mla_spec()]).understood()
+def test_mla_on_cpu_is_token_by_token_and_of_a_format_of_its_own() -> None:
+    caches = make_engine([mla_spec()] * 3).understood(backend="CPU_MLA")
+    assert (caches.tile_format, caches.unit_tokens) == ("cpu-mla", 1)
+    assert [layer.num_heads for layer in caches.layers] == [1, 1, 1]
+
+
+def test_mla_with_amx_was_not_tested_and_is_refused() -> None:
+    with pytest.raises(LayoutUnsupported, match="AMX_MLA"):
+        make_engine([mla_spec()]).understood(backend="AMX_MLA")
 
 
 def test_kernel_blocks_on_cpu_are_refused() -> None:

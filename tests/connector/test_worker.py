@@ -556,9 +556,9 @@ def test_without_a_mover_the_engine_goes_on_without_the_store(
 
 def test_a_layout_that_is_not_understood_is_said_to_the_other_half() -> None:
     engine = make_engine([mla_spec()])
-    worker = WorkerHalf(missing, vllm_config(), engine.config)
+    worker = WorkerHalf(missing, vllm_config(backend="AMX_MLA"), engine.config)
     worker.register_kv_caches(engine.tensors)
-    assert "MLA on CPU" in str(worker.get_handshake_metadata().unsupported)
+    assert "AMX_MLA" in str(worker.get_handshake_metadata().unsupported)
 
 
 def test_the_handshake_is_that_of_the_tensors() -> None:
