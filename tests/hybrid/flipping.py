@@ -1,4 +1,4 @@
-"""Flips bits of objects in the memory of a running node, and has it forget objects."""
+"""What is done to the objects of a running node: bits flipped in its memory, forgotten, brought from NVMe."""
 
 from pathlib import Path
 
@@ -56,3 +56,12 @@ def drop(control: str, namespace: Namespace, keys: list[Key]) -> None:
         assert manifest is not None, "the index has lost the namespace"
         store.open(manifest)
         store.drop(namespace, keys)
+
+
+def promote(control: str, namespace: Namespace, keys: list[Key]) -> None:
+    """Has the node bring these objects from NVMe into its memory."""
+    with KVStore(control, transfer="shm") as store:
+        manifest = store.manifest(namespace)
+        assert manifest is not None, "the index has lost the namespace"
+        store.open(manifest)
+        store._loop.run(store._client.prefetch(namespace, keys))

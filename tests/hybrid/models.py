@@ -38,13 +38,15 @@ class Tiny(NamedTuple):
         config: its configuration.
         kinds: of its KV, the full one first.
         flags: arguments of vLLM's `LLM`.
-        state: whether one of the kinds is a recurrent state.
+        stories: what is played beside the usual (`tests.hybrid.stage`).
+        last_token: a hit must leave exactly one token to compute (`connector.whole_asks`).
     """
 
     config: Callable[[], Any]
     kinds: int = 2
     flags: dict[str, Any] = {}  # noqa: RUF012 - read only
-    state: bool = False
+    stories: tuple[str, ...] = ()
+    last_token: bool = False
 
 
 def _gemma3() -> Any:
@@ -123,16 +125,40 @@ def _granite4() -> Any:
     )
 
 
+def _deepseek_v2() -> Any:
+    """Ranks of the latent vector are those that vLLM's decode kernel on CPU is made for."""
+    base = {name: value for name, value in _BASE.items() if name != "head_dim"}
+    return transformers.DeepseekV2Config(
+        **{**base, "num_key_value_heads": 4},
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        moe_intermediate_size=64,
+        n_shared_experts=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        routed_scaling_factor=1.0,
+        kv_lora_rank=512,
+        q_lora_rank=64,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    )
+
+
 _STATES = {"prefix_cache_retention_interval": 256, "max_num_batched_tokens": 256}
 
 MODELS = {
-    "gemma3": Tiny(_gemma3),
-    "gpt-oss": Tiny(_gpt_oss),
+    "gemma3": Tiny(_gemma3, stories=("disk",)),
+    "gpt-oss": Tiny(_gpt_oss, stories=("wider", "narrower")),
     "gpt-oss-fp8": Tiny(_gpt_oss, flags={"kv_cache_dtype": "fp8"}),
     "llama4": Tiny(_llama4),
-    "qwen3-next": Tiny(_qwen3_next, flags={**_STATES, "dtype": "bfloat16"}, state=True),
+    "qwen3-next": Tiny(_qwen3_next, flags={**_STATES, "dtype": "bfloat16"}),
     # vLLM's CPU scan of Mamba2 lacks the states inside a step of more than one block.
-    "granite4": Tiny(_granite4, flags={**_STATES, "max_num_batched_tokens": 128}, state=True),
+    "granite4": Tiny(_granite4, flags={**_STATES, "max_num_batched_tokens": 128}),
+    "deepseek-v2": Tiny(_deepseek_v2, kinds=1, last_token=True),
 }
 
 
