@@ -277,29 +277,54 @@ def test_an_engine_that_is_told_nothing_computes(node) -> None:
     assert reader.half.shared.stats.misses[MissReason.INDEX_DOWN] == 1
 
 
-EDGES = sorted(
-    {
-        multiple * size + more
-        for size in (BLOCK, 40, 48, CHUNK, 96, 2 * CHUNK)
-        for multiple in (1, 2, 3)
-        for more in (-1, 0, 1, 2)
-    }
-)
+SIZES = (
+    BLOCK,
+    CHUNK,
+    2 * CHUNK,
+    40,
+    96,
+    100,
+    48,
+    20,
+)  # blocks, chunks, retention; windows and local attention
+EDGES = sorted({multiple * size + more for size in SIZES for multiple in (1, 2, 3) for more in (-1, 0, 1, 2)})
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_prompts_of_every_length_around_every_boundary(node, model) -> None:
     """Blocks, windows, chunks of either sort, retention: one more or less; the hit ends at the last whole block."""
-    writer = HybridEngine(
-        node, MODELS[model], num_blocks=400, retention_tokens=2 * CHUNK, max_batched=4 * CHUNK
-    )
-    reader = HybridEngine(
-        node, MODELS[model], num_blocks=400, retention_tokens=2 * CHUNK, max_batched=4 * CHUNK
-    )
+    assert {kind.tokens for kind in HybridEngine(node, MODELS[model]).kinds} <= {0, *SIZES}
+    more = {"num_blocks": 400, "retention_tokens": 2 * CHUNK, "max_batched": 4 * CHUNK}
+    writer, reader = (HybridEngine(node, MODELS[model], **more) for _ in range(2))
     for length in EDGES:
         expected = writer.generate(f"w{length}", prompt(length, length))
         before = pulled(reader)
         assert reader.generate(f"r{length}", prompt(length, length)) == expected
         assert pulled(reader) - before == (length - 1) // BLOCK * BLOCK, f"a prompt of {length} tokens"
     writer.assert_nothing_left()
+    reader.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("model", "retained", "interval"),
+    [("gemma", 2 * CHUNK, 0), ("llama4", 2 * CHUNK, 0), ("qwen", CHUNK, CHUNK)],
+)
+def test_prompts_that_share_any_number_of_tokens(node, model, retained, interval) -> None:
+    """The hit ends at the last boundary within what they share at which all kinds were kept, or need nothing: local
+    attention at one of its own multiples."""
+    more = {"num_blocks": 400, "retention_tokens": retained, "interval": interval, "max_batched": retained}
+    writer, reader = (HybridEngine(node, MODELS[model], **more) for _ in range(2))
+
+    def needs_nothing(end: int) -> bool:
+        return all(kind.first_token(end) == end for kind in reader.kinds[1:])
+
+    for length in EDGES:
+        shared = prompt(length, length)
+        writer.generate(f"w{length}", [*shared, *prompt(1, 5 * CHUNK)])
+        before = pulled(reader)
+        reader.generate(f"r{length}", [*shared, *prompt(2, 2 * CHUNK)])
+        hit = max(
+            (end for end in range(0, length + 1, CHUNK) if end % retained == 0 or needs_nothing(end)),
+        )
+        assert pulled(reader) - before == hit, f"{length} tokens in common"
     reader.assert_nothing_left()
