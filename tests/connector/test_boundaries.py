@@ -75,9 +75,9 @@ def chain(num_tokens: int, chunk: int, block: int) -> list[Link]:
 @st.composite
 def models(draw: st.DrawFn) -> tuple[list[Any], int, int]:
     """Groups of a model (several of one spec, in any order), block and chunk size."""
-    block = draw(st.sampled_from([4, 8]))
+    block = draw(st.sampled_from([4, 8, 16]))
     local = draw(st.lists(st.integers(2, 12).map(lambda blocks: blocks * 3), max_size=1))
-    chunk = block if local else block * draw(st.integers(1, 4))
+    chunk = block * draw(st.integers(1, 4))
     windows = draw(
         st.lists(
             st.one_of(
@@ -99,21 +99,31 @@ def models(draw: st.DrawFn) -> tuple[list[Any], int, int]:
 @st.composite
 def situations(
     draw: st.DrawFn,
-) -> tuple[list[Any], int, int, tuple[Link, ...], tuple[Kind, ...], frozenset[Key]]:
-    """A model, a prompt, and what of it is stored: most of it."""
+) -> tuple[list[Any], int, tuple[Link, ...], tuple[Kind, ...], frozenset[Key]]:
+    """A model's groups and block size, a prompt, and what of it is stored: most of it."""
     specs, block, chunk = draw(models())
     kinds = kinds_of(groups_of(specs))
-    num_links = draw(st.integers(0, 8))
-    links = with_pieces(chain(num_links * chunk + 1, chunk, block), kinds)
+    num_tokens = draw(st.integers(1, 9 * chunk))
+    links = with_pieces(chain(num_tokens, chunk, block), kinds)
     keys = [key for link in links for key in (link.key, *(piece.key for piece in link.pieces))]
     missing = (
         draw(st.sets(st.sampled_from(keys), max_size=draw(st.sampled_from([1, 3, 12])))) if keys else set()
     )
-    return specs, block, chunk, links, kinds, frozenset(keys) - missing
+    return specs, block, links, kinds, frozenset(keys) - missing
 
 
-def oracle_of(specs: Sequence[Any], block: int, chunk: int) -> MooncakeStoreCoordinator:
-    return MooncakeStoreCoordinator(groups_of(specs), chunk, block)
+def oracle_of(specs: Sequence[Any], block: int) -> MooncakeStoreCoordinator:
+    """Its hits end at blocks."""
+    return MooncakeStoreCoordinator(groups_of(specs), block, block)
+
+
+def hit_by_vllm(situation: Any, exists: set[tuple[int, bytes]]) -> int:
+    """Where the longest hit ends: the last of our boundaries at which vLLM's own ends, too."""
+    specs, block, links, _, _ = situation
+    hashes, pool = hashes_of(links, block), ExternalCachedBlockPool(block, exists)
+    oracle = oracle_of(specs, block)
+    ends = (link.stop for link in reversed(links))
+    return next((end for end in ends if oracle.find_longest_cache_hit(hashes, end, pool)[1] == end), 0)
 
 
 def hashes_of(links: Sequence[Link], block: int) -> list[Any]:
@@ -122,31 +132,26 @@ def hashes_of(links: Sequence[Link], block: int) -> list[Any]:
 
 @given(situations())
 def test_a_hit_is_as_long_as_vllm_itself_would_have_it(situation: Any) -> None:
-    specs, block, chunk, links, kinds, present = situation
-    hashes = hashes_of(links, block)
+    _, block, links, kinds, present = situation
     exists = {
-        (group, hashes[at // block])
+        (group, hashes_of(links, block)[at // block])
         for link in links
         for one in (link, *link.pieces)
         if one.key in present
         for group in kinds[one.kind].groups
         for at in range(one.start, one.stop, block)
     }
-    stop = links[-1].stop if links else 0
-    _, expected = oracle_of(specs, block, chunk).find_longest_cache_hit(
-        hashes, stop, ExternalCachedBlockPool(block, exists)
-    )
     length = longest_hit(links, kinds, present.__contains__)
-    assert (links[length - 1].stop if length else 0) == expected
+    assert (links[length - 1].stop if length else 0) == hit_by_vllm(situation, exists)
 
 
 @given(situations(), st.data())
 def test_what_a_hit_needs_is_what_vllm_would_load(situation: Any, data: st.DataObject) -> None:
-    specs, block, chunk, links, kinds, _ = situation
+    specs, block, links, kinds, _ = situation
     assume(links)
     last = data.draw(st.integers(0, len(links) - 1))
     stop = links[last].stop
-    masks = oracle_of(specs, block, chunk).load_mask(hashes_of(links, block), stop)
+    masks = oracle_of(specs, block).load_mask(hashes_of(links, block), stop)
     pieces = [*links[: last + 1], *needed(links, last, kinds)]
     for kind in kinds:
         blocks = {
@@ -161,7 +166,7 @@ def test_what_a_hit_needs_is_what_vllm_would_load(situation: Any, data: st.DataO
 
 @given(situations(), st.data())
 def test_a_local_hit_takes_away_what_it_brings(situation: Any, data: st.DataObject) -> None:
-    _, block, _, links, kinds, present = situation
+    _, block, links, kinds, present = situation
     assume(links)
     computed = data.draw(st.integers(0, links[-1].stop // block)) * block
     length = longest_hit(links, kinds, present.__contains__, computed)
