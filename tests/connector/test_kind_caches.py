@@ -5,11 +5,14 @@ the padding behind a state as part of it; a kind's layers with the shape of the 
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from connector.compat import ModelFacts
+from connector.identity import build_manifest
 from connector.kinds import Kind, kinds_of
 from connector.metadata import Handshake, Rank
 from connector.shape import LayoutUnsupported, put_together
@@ -25,6 +28,7 @@ from tests.connector.hybrids import (
     window_spec,
 )
 
+FACTS = ModelFacts(Path("model"), "auto", (1, 1), 4_096)
 MODELS = {"gemma": GEMMA, "llama4": LLAMA4, "qwen": QWEN}
 
 
@@ -91,10 +95,14 @@ def test_handshakes_make_the_shapes_of_all_kinds() -> None:
 
 
 def test_states_are_those_of_a_rank_and_heads_are_not() -> None:
-    hand = make_hybrid(QWEN).understood().handshake
-    one, two = (
-        put_together({(0, tp): hand for tp in range(tp_size)}, 2 * tp_size).shape for tp_size in (1, 2)
-    )
+    """So engines with states share KV only with those of their TP size."""
+    hybrid = make_hybrid(QWEN)
+    hand = hybrid.understood().handshake
+    wholes = [put_together({(0, tp): hand for tp in range(size)}, 2 * size) for size in (1, 2)]
+    kinds = kinds_of(hybrid.config.kv_cache_groups)
+    namespaces = {build_manifest(FACTS, "weights", whole, 4 * BLOCK, kinds).namespace for whole in wholes}
+    assert len(namespaces) == 2
+    one, two = (whole.shape for whole in wholes)
     assert one.of(1).geometry.lanes[0] == (2, 1, 160)
     assert two.of(1).geometry.lanes[0] == (2, 2, 160)
     assert all(two.of(1).writes(Rank(0, tp)) for tp in range(2))

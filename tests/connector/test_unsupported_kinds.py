@@ -42,6 +42,18 @@ def engine() -> Engine:
     return Engine(Node())
 
 
+def assert_said_and_counted(engine: Engine, some: KVCacheConfig, reason: str, caplog: Any) -> None:
+    """One line says why, and a request that asks counts as a miss of the layout."""
+    half = SchedulerHalf(engine.config, some, read_config({}), FakeControl(Node()), Breaker(lambda: 0.0))
+    [line] = [line for line in caplog.text.splitlines() if "neither saves nor loads KV" in line]
+    assert reason in line
+    request = engine.submit("a", prompt(1, 200))
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    half.update_state_after_alloc(request, None, 0)
+    assert half.shared.stats.misses[MissReason.LAYOUT_UNSUPPORTED] == 1
+
+
 @pytest.mark.parametrize(
     "specs",
     [
@@ -75,8 +87,9 @@ def test_models_of_several_kinds_are_understood(engine, specs) -> None:
         ((full(BLOCK), MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1})), "MLA beside other KV"),
     ],
 )
-def test_kinds_that_are_not_understood(engine, specs, reason) -> None:
+def test_kinds_that_are_not_understood(engine, specs, reason, caplog_vllm) -> None:
     assert reason in str(unsupported_engine(engine.config, config(*specs)))
+    assert_said_and_counted(engine, config(*specs), reason, caplog_vllm)
 
 
 @pytest.mark.parametrize(
@@ -92,29 +105,15 @@ def test_kinds_that_are_not_understood(engine, specs, reason) -> None:
         ),
     ],
 )
-def test_engines_that_are_not_understood_with_several_kinds(engine, change, reason) -> None:
+def test_engines_that_are_not_understood_with_several_kinds(engine, change, reason, caplog_vllm) -> None:
     some = config(state(BLOCK), full(BLOCK))
     assert unsupported_engine(engine.config, some) is None
     change(engine.config, some)
-    assert reason in str(unsupported_engine(engine.config, some))
+    assert_said_and_counted(engine, some, reason, caplog_vllm)
 
 
-def test_a_group_of_layers_that_look_back_differently_far(engine) -> None:
+def test_a_group_of_layers_that_look_back_differently_far(engine, caplog_vllm) -> None:
     specs = {"a": window(BLOCK, 64), "b": window(BLOCK, 32)}
     mixed = KVCacheGroupSpec(["a", "b"], UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs))
     some = replace(config(full(BLOCK)), kv_cache_groups=[*config(full(BLOCK)).kv_cache_groups, mixed])
-    assert "differently far" in str(unsupported_engine(engine.config, some))
-
-
-def test_it_is_one_line_and_counted(caplog_vllm) -> None:
-    node = Node()
-    engine = Engine(node)
-    control = FakeControl(node)
-    some = config(full(BLOCK), mamba(mamba_cache_mode="none"))
-    half = SchedulerHalf(engine.config, some, read_config({}), control, Breaker(lambda: 0.0))
-    assert caplog_vllm.text.count("neither saves nor loads KV") == 1
-    request = engine.submit("a", prompt(1, 200))
-    half.on_new_request(request)
-    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
-    half.update_state_after_alloc(request, None, 0)
-    assert half.shared.stats.misses[MissReason.LAYOUT_UNSUPPORTED] == 1
+    assert_said_and_counted(engine, some, "differently far", caplog_vllm)
