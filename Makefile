@@ -27,7 +27,7 @@ soak: setup ## The fault tests in long rounds, an hour, the last ones as root; C
 test-matrix: setup ## Real vLLM engines of different TP and PP feed each other; half an hour
 	$(PY) -m tests.matrix.run
 
-test-hybrid: setup ## Real vLLM with tiny models of several kinds of KV: windows, local attention, states; a quarter of an hour
+test-hybrid: setup ## Real vLLM with tiny models of several kinds of KV: windows, local attention, states, and MLA; half an hour
 	$(PY) -m tests.hybrid.stage
 
 test-nvmeof: setup ## NVMe tier on a real NVMe/TCP device in a virtual machine, its link cut; three minutes
