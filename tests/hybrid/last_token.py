@@ -30,7 +30,6 @@ class LastTokenPlayer(Player):
         expected = Said(decoded.tokens[1:], decoded.logprobs[1:], 0)
         self.computed = self.one(self.first, cold=True)
         self.check_same("one token left, pulled", self.one(self.first), expected, self.tail)
-        print(f"computed and decoded: {self.computed.far(expected)}")
         keep.write_text(json.dumps([self.first, expected]))
         return expected
 
@@ -40,7 +39,7 @@ class LastTokenPlayer(Player):
         return Said(*said)
 
     def share(self, expected: Said) -> None:
-        """What leaves more than one token is computed, also beside what does not."""
+        """What leaves more than one token is computed, also in turn with what does not."""
         two, more = [*self.first, expected.tokens[0]], self.longer
         answers = [self.one(prompt, cold=True) for prompt in (two, more)]
         for what, prompt, cold in zip(("two tokens left", "extended"), (two, more), answers, strict=True):
@@ -52,7 +51,9 @@ class LastTokenPlayer(Player):
         self.forget()
         batch = self.generate([self.first, two, more, self.first])
         for number, (said, right) in enumerate(zip(batch, [expected, *answers, expected], strict=True)):
-            self.check_same(f"batch, prompt {number}", said, right, 0 if right in answers else self.tail)
+            self.check_same(
+                f"one of several, prompt {number}", said, right, 0 if right in answers else self.tail
+            )
 
     def refused(self) -> float:
         """Tokens that could not be used, as the node has heard."""

@@ -28,7 +28,7 @@ from tests.hybrid.models import MODELS, make_model
 from tests.hybrid.saboteur import ORDERS
 from tests.support import free_port
 
-PLAY_S = 300.0
+PLAY_S = 600.0
 PARTS = "write,share,zero,flip,kill"
 
 
