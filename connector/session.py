@@ -15,7 +15,7 @@ import msgspec
 from connector.compat import logger, model_facts, total_kv_heads
 from connector.identity import build_manifest, weights_identity
 from connector.metadata import Handshake, Shape
-from connector.shape import LayoutUnsupported, Whole, put_together
+from connector.shape import CPU_MLA, LayoutUnsupported, Whole, put_together
 from connector.shared import Shared
 from kvstore.core import BadConfiguration, Manifest, Namespace
 
@@ -61,6 +61,8 @@ class Session:
                 self._whole = put_together(hands, total_kv_heads(self._vllm_config))
                 if len(self._whole.shape.kinds) != len(self._shared.kinds) - 1:
                     raise LayoutUnsupported("workers and scheduler do not see the same kinds of KV")
+                if self.tile_format == CPU_MLA and self._vllm_config.speculative_config is not None:
+                    raise LayoutUnsupported("speculative decoding with MLA on CPU is not supported yet")
             except LayoutUnsupported as error:
                 self.refuse(str(error))
             self.tick()

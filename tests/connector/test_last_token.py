@@ -5,6 +5,7 @@ fail here: a promise that leaves two tokens; a promise in part; a load that fail
 kept.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,14 @@ def test_a_hand_off_waits_only_for_what_is_of_use(node, more) -> None:
     decode.generate("d", prompt(1, WHOLE + more), params=prefill.params["p"])
     assert decode.pulled == (WHOLE if more < 2 else 0)
     decode.assert_nothing_left()
+
+
+def test_drafts_are_not_supported_there(node, caplog_vllm) -> None:
+    engine = Engine(node, shake_hands=False)
+    engine.config.speculative_config = SimpleNamespace()
+    engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HAND})
+    assert caplog_vllm.text.count("speculative decoding with MLA on CPU is not supported yet") == 1
+    assert engine.half.session.unsupported
 
 
 def test_engines_that_see_everything_are_not_held_back(node) -> None:
