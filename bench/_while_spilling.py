@@ -53,6 +53,7 @@ class Seen(NamedTuple):
 
     idle_pull_ms: list[float]
     pull_ms: list[float]
+    idle_ask_ms: list[float]
     ask_ms: list[float]
     spilled_gb_per_s: float
     cpu_s_per_gb: float
@@ -84,13 +85,15 @@ def watch(slices: int) -> Seen:
 def _compare(
     node: RunningNode, loop: asyncio.Runner, table: bytes, pull: Connection, ask: Connection, slices: int
 ) -> Seen:
-    seen = Seen([], [], [], 0.0, 0.0)
+    seen = Seen([], [], [], [], 0.0, 0.0)
     spilled_bytes, seconds, cpu_s = 0, 0.0, 0.0
     with loop:
         client = loop.run(connect(node.control))
         loop.run(spill(client, table, 2 * SLICE_S))  # all of the arena is in use, and of the file's beginning
         for _ in range(slices):
-            seen.idle_pull_ms.extend(together(pull, ask)[0])
+            pulls_ms, asks_ms = together(pull, ask)
+            seen.idle_pull_ms.extend(pulls_ms)
+            seen.idle_ask_ms.extend(asks_ms)
             before, began_s, cpu_before_s = spilled(node), time.perf_counter(), cpu(node.pid)
             pull.send(SLICE_S)
             ask.send(SLICE_S)
