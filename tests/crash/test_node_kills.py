@@ -125,6 +125,11 @@ def kill_again_and_again(tmp_path: Path, cycles: int, rest_s: float) -> None:
                 assert len(missing) <= 0.05 * len(demoted), (
                     f"{len(missing)} of {len(demoted)} were not reported"
                 )
+            if cycle % 50 == 49:
+                print(
+                    f"{cycle + 1} kills: {settled} settled, {fresh} fresh, {unreported} not reported",
+                    flush=True,
+                )
             witness.killed()
             woken_s = time.monotonic() + rest_s
             wait_until(lambda at=woken_s: time.monotonic() >= at, deadline_s=rest_s + 5)  # type: ignore[misc]
