@@ -32,6 +32,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     write_back: Annotated[
         bool, Meta(description="push what this engine generates, too, so that the next turn finds it")
     ] = False
+    layerwise: Annotated[
+        bool,
+        Meta(
+            description="gather what is pushed layer by layer while a step computes; on GPU it costs full CUDA graphs"
+        ),
+    ] = False
     load: Annotated[bool, Meta(description="pull what the store holds")] = True
     chunk_tokens: Annotated[
         int,

@@ -22,6 +22,7 @@ from connector.compat import (
 )
 from connector.config import Config, read_config
 from connector.guard import Breaker, harmless
+from connector.layerwise import LayerwiseHalf
 from connector.metadata import Handshake, Jobs, Reports
 from connector.metrics import EngineStats, PromMetrics, prom_metrics, with_step
 
@@ -103,6 +104,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Blocks whose heads are contiguous, where there are heads. vLLM takes it as a wish."""
         return None if uses_mla(vllm_config) else "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Full CUDA graphs do not call the hooks of layers."""
+        return bool(extra_config.get("layerwise"))
 
     # --- scheduler half -------------------------------------------------------------------------------
 
@@ -192,7 +198,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @harmless(_nothing)
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        return None
+        if isinstance(self._worker, LayerwiseHalf):
+            self._worker.save_layer(layer_name)
 
     @harmless(_nothing)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

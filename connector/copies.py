@@ -34,12 +34,16 @@ class Copies(Protocol):
     def scatter(self, data: memoryview, blocks: Sequence[int | None], after: Fence) -> None:
         """Writes the rank's part of an object into these blocks, but not where None stands; done when it returns."""
 
+    def layer(self, index: int) -> "Copies":
+        """The same for one layer."""
+
 
 class HostCopies:
     """Slabs in host memory: numpy moves whole tiles at the speed of memcpy, with one thread and without the GIL
     (torch would start OpenMP threads of its own beside the engine's)."""
 
     def __init__(self, slabs: Sequence[torch.Tensor], split: int) -> None:
+        self._tensors = slabs
         self._slabs = [slab.numpy() for slab in slabs]
         self._split = split
 
@@ -57,6 +61,10 @@ class HostCopies:
         for slab, tiles in self._views(len(blocks), data):
             for place, block, count in _stretches(blocks, self._split):
                 slab[:, block : block + count] = tiles[:, :, place : place + count].swapaxes(1, 2)
+
+    def layer(self, index: int) -> Copies:
+        """See `Copies`."""
+        return HostCopies([_layer(self._tensors, index)], self._split)
 
     def _views(self, num_blocks: int, data: memoryview) -> Iterator[tuple[_Bytes, _Bytes]]:
         """Each slab beside its part of the object, `[layer][head][kernel block][row][bytes]`."""
@@ -77,6 +85,7 @@ class DeviceCopies:
     """
 
     def __init__(self, slabs: Sequence[torch.Tensor], split: int) -> None:
+        self._tensors = slabs
         # [layer][head][kernel block][row][bytes], as in the object
         self._slabs = [slab.transpose(1, 2) for slab in slabs]
         self._split = split
@@ -122,6 +131,10 @@ class DeviceCopies:
                 slab.index_copy_(2, target, tiles.index_select(2, source))
                 offset += size
 
+    def layer(self, index: int) -> Copies:
+        """See `Copies`."""
+        return DeviceCopies([_layer(self._tensors, index)], self._split)
+
     @contextmanager
     def _ordered(self, after: Fence) -> Iterator[None]:
         """Work inside runs after the fence, and is done when this ends."""
@@ -135,6 +148,15 @@ class DeviceCopies:
             done = torch.cuda.Event()
             done.record(self._stream)
         done.synchronize()
+
+
+def _layer(slabs: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    """One layer of all slabs', as a slab."""
+    for slab in slabs:
+        if index < slab.shape[0]:
+            return slab[index : index + 1]
+        index -= slab.shape[0]
+    raise AssertionError("a layer behind the last one")
 
 
 def _stretches(blocks: Sequence[int | None], split: int) -> Iterator[tuple[int, int, int]]:

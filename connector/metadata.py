@@ -139,7 +139,7 @@ class LoadMore:
 @dataclass(frozen=True, slots=True)
 class SaveObject:
     """One object to push into granted pages. `blocks` are the engine blocks of its tokens, in order; `request` is
-    for the log."""
+    for the log; `offer` says under which number it was `Coming`, if it was."""
 
     key: Key
     generation: bytes
@@ -148,6 +148,15 @@ class SaveObject:
     blocks: tuple[int, ...]
     request: str = ""
     kind: int = 0
+    offer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Blocks that this step completes, and the number of the offer: a later save may name it."""
+
+    offer: int
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +217,7 @@ class Jobs(KVConnectorMetadata):
     saves: list[SaveJob] = field(default_factory=list)
     shape: Shape | None = None
     more: list[LoadMore] = field(default_factory=list)
+    coming: list[Coming] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ Tables = Sequence[Sequence[int]]
 
 @dataclass(slots=True)
 class Item:
-    """A link on its way, and the blocks that it holds references on until it is `over`."""
+    """A link on its way, and the blocks that it holds references on until it is `over`. `offer` is its number, if the
+    workers were told that it comes."""
 
     link: Link
     blocks: tuple[int, ...]
@@ -31,6 +32,7 @@ class Item:
     cold: bool
     request: str
     over: bool = False
+    offer: int = 0
 
     @property
     def tokens(self) -> int:

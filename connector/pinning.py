@@ -8,6 +8,8 @@ the bus. It is staging that is registered, not the node's arena (docs/decisions/
 import weakref
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from connector.compat import logger
@@ -35,6 +37,13 @@ def pin(staging: Staging) -> None:
         )
         return
     weakref.finalize(staging, _unpin, runtime, staging.address)
+
+
+def host_memory(size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that was touched, and that the device can write by itself where there is one."""
+    memory = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()).numpy()
+    memory.fill(0)
+    return memory
 
 
 def _unpin(runtime: Any, address: int) -> None:

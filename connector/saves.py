@@ -14,12 +14,13 @@ completes is with `connector.offers`.
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from connector.boundaries import longest_hit, needed
 from connector.control import Grant, NotGranted, ReserveAsk
 from connector.keys import Link
-from connector.metadata import Rank, SaveJob, SaveObject, SaveReport
+from connector.metadata import Coming, Rank, SaveJob, SaveObject, SaveReport
 from connector.offers import Item, Offers, Tables
 from connector.requests import RequestState
 from connector.shared import Shared
@@ -72,6 +73,8 @@ class Saves:
         self._jobs: dict[int, _Save] = {}
         self._commits: list[_Commit] = []
         self._next_job = 0
+        self._offer_numbers = count(1)
+        self._coming: list[Coming] = []
 
     @property
     def pending(self) -> bool:
@@ -99,6 +102,15 @@ class Saves:
         finally:  # references that were taken are always followed up
             if items:
                 self._offer(items)
+            if self._config.layerwise and len(self._shared.kinds) == 1:
+                for item in items:
+                    item.offer = next(self._offer_numbers)
+                    self._coming.append(Coming(item.offer, item.blocks))
+
+    def take_coming(self) -> list[Coming]:
+        """What this step completes, for workers that gather it while they compute it."""
+        coming, self._coming = self._coming, []
+        return coming
 
     def finish(self, state: RequestState, tables: Tables) -> Sequence[Link]:
         """Offers what the end of a request completes; its chain, as others may want it.
@@ -173,7 +185,14 @@ class Saves:
             self.offers.placed[item.link.key] = node.node.hex()
         objects = tuple(
             SaveObject(
-                x.link.key, grant.generation, grant.extents, x.size_bytes, x.blocks, x.request, x.link.kind
+                x.link.key,
+                grant.generation,
+                grant.extents,
+                x.size_bytes,
+                x.blocks,
+                x.request,
+                x.link.kind,
+                x.offer,
             )
             for x, grant in granted
         )

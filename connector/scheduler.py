@@ -233,7 +233,8 @@ class SchedulerHalf:
         self._tick()
         jobs.saves.extend(self._ready_saves())
         self._plan_saves(scheduler_output)
-        if jobs.loads or jobs.saves:
+        jobs.coming.extend(self.saves.take_coming())
+        if jobs.loads or jobs.saves or jobs.coming:
             jobs.shape = self.session.shape
         return jobs
 

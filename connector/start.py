@@ -7,6 +7,7 @@ from connector.compat import worker_rank
 from connector.config import Config, read_token
 from connector.control import Control
 from connector.guard import Breaker
+from connector.layerwise import LayerwiseHalf
 from connector.metadata import Rank
 from connector.pinning import pin
 from connector.scheduler import SchedulerHalf
@@ -55,4 +56,5 @@ def start_worker_half(vllm_config: Any, kv_cache_config: Any, config: Config) ->
         pin(mover.staging)
         return mover
 
-    return WorkerHalf(opened, vllm_config, kv_cache_config, Rank(*worker_rank()))
+    half = LayerwiseHalf if config.layerwise else WorkerHalf
+    return half(opened, vllm_config, kv_cache_config, Rank(*worker_rank()))

@@ -13,8 +13,7 @@ it changes under one lock, and a step's hooks report from one snapshot, so that 
 finished before its invalid blocks do. Deadlines need no thread of their own, because the engine asks every
 step: what is over its deadline then is reported then.
 
-A rank reads and writes its part of every object (`Shape.part`); a rank whose heads another one writes reports its
-saves at once.
+A rank reads and writes its part of every object (`Shape.part`); where another writes its heads, it reports at once.
 
 Engine blocks are written from verified bytes only, and never after the report: `_write` asks under the lock
 for leave to scatter, no leave is given once a job is over, and a job with a scatter under way is not over.
@@ -370,13 +369,15 @@ class WorkerHalf:
                 raise TransferFailed("the save is over its deadline, or the engine shuts down")
             self._touching += 1
         try:
-            assert self._caches is not None
-            wanted = save.job.objects[index]
-            self._caches.of(wanted.kind).gather(wanted.blocks, out, save.after)
+            self._fill(save.job.objects[index], out, save.after)
         finally:
             with self._changed:
                 self._touching -= 1
                 self._changed.notify_all()
+
+    def _fill(self, wanted: SaveObject, out: memoryview, after: Fence) -> None:
+        assert self._caches is not None
+        self._caches.of(wanted.kind).gather(wanted.blocks, out, after)
 
     def _report(self, save: Save, report: SaveReport) -> None:
         """Reports a save, once. Under the lock."""

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 from connector.metadata import (
+    Coming,
     Jobs,
     LoadJob,
     LoadMore,
@@ -107,13 +108,14 @@ class Rig:
     alive: ClassVar[list["Rig"]] = []
     wrap: Callable[[Mover], Any] = lambda mover: mover
     clock: Clock = field(default_factory=Clock)
+    half: type[WorkerHalf] = WorkerHalf
 
     def __post_init__(self) -> None:
         self.network = InProcessNetwork()
         self.node = {name: Node(self.network, name) for name in self.nodes}
         self.transfer = InProcessTransfer(self.network, "worker")
         self.mover = Mover(self.transfer, Staging(self.transfer, 1 << 20))
-        self.worker = WorkerHalf(
+        self.worker = self.half(
             lambda: self.wrap(self.mover), vllm_config(), self.engine.config, clock=self.clock
         )
         self.worker.register_kv_caches(self.engine.tensors)
@@ -155,16 +157,24 @@ class Rig:
 
     # --- steps ----------------------------------------------------------------------------------------
 
-    def step(self, *jobs: LoadJob | LoadMore | SaveJob, finished: frozenset[str] = frozenset()) -> Step:
+    def step(
+        self,
+        *jobs: LoadJob | LoadMore | SaveJob,
+        finished: frozenset[str] = frozenset(),
+        coming: Sequence[Coming] = (),
+        forward: Callable[[], object] = lambda: None,
+    ) -> Step:
         """One step, its hooks in vLLM's order."""
         given = Jobs(
             [job for job in jobs if isinstance(job, LoadJob)],
             [job for job in jobs if isinstance(job, SaveJob)],
             self.shape,
             [job for job in jobs if isinstance(job, LoadMore)],
+            list(coming),
         )
         self.worker.begin_saves(given)  # handle_preemptions
         self.worker.start_load_kv(given)
+        forward()
         self.worker.begin_saves(given)  # wait_for_save
         results = self.worker.get_transfer_results(set(finished))
         invalid = self.worker.get_block_ids_with_load_errors()
