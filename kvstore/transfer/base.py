@@ -92,7 +92,8 @@ class Transfer(Protocol):
         """Starts copying from local memory to the segment. Raises as `submit_read`."""
 
     def by_hand(self, segment: str, pieces: Sequence[Piece], *, writing: bool) -> HandCopy | None:
-        """The same copies for the caller to carry out, and to `close`. None: these can only be submitted."""
+        """The same copies for the caller to carry out, and to `close`. None: these can only be submitted. Raises as
+        `submit_*`."""
 
     def poll(self, handle: Handle) -> Status:
         """Where the transfer is, without waiting. After DONE or FAILED the handle is forgotten."""

@@ -117,6 +117,40 @@ class TransferSuite:
                 where = slice(start, start + piece.size_bytes)
                 assert target[where] == source[where]
 
+    @pytest.mark.parametrize("reading", [False, True])
+    def test_by_hand_the_same_bytes_move_in_the_callers_steps(self, rig: Rig, reading: bool) -> None:
+        """Or not at all by hand. Steps do not end where pieces do; nothing moves before it is asked to."""
+        source, target = (rig.remote, rig.local) if reading else (rig.local, rig.remote)
+        source[:SIZE] = Random(4).randbytes(MIB) * (SIZE // MIB)
+        assert (rig.read if reading else rig.write)(rig.piece(0, 0, 1)) is Status.DONE
+        pieces = [rig.piece(MIB, MIB, 5 * MIB + 3), rig.piece(0, 0, 0), rig.piece(8 * MIB, 9 * MIB, 4096)]
+        copy = rig.transfer.by_hand(rig.segment, pieces, writing=not reading)
+        if copy is None:
+            return
+        begun = pieces[0].size_bytes + 4095
+        assert not any(target[MIB : 2 * MIB])
+        assert copy.move(7) and copy.move(begun - 7)
+        copy.close()
+        assert target[MIB : 6 * MIB + 3] == source[MIB : 6 * MIB + 3]
+        there, here = (9 * MIB, 8 * MIB) if reading else (8 * MIB, 9 * MIB)
+        assert target[here : here + 4096] == source[there : there + 4095] + bytes(1)
+
+    def test_by_hand_nothing_moves_when_its_memory_was_unregistered(self, rig: Rig) -> None:
+        memory = Memory(MIB)
+        rig.transfer.register(memory.address, MIB)
+        piece = Piece(memory.address, rig.remote_address, MIB)
+        assert rig.write(piece) is Status.DONE
+        copy = rig.transfer.by_hand(rig.segment, [piece], writing=True)
+        assert copy is None or copy.move(4096)
+        rig.transfer.unregister(memory.address)
+        memory.fill(9)
+        if copy is not None:
+            assert not copy.move(4096)
+            copy.close()
+            with pytest.raises(TransferFailed):
+                rig.transfer.by_hand(rig.segment, [piece], writing=True)
+        assert not any(rig.remote[:MIB])
+
     def test_nothing_to_move_is_done(self, rig: Rig) -> None:
         assert rig.write() is Status.DONE
         assert rig.read(rig.piece(0, 0, 0)) is Status.DONE
