@@ -15,8 +15,12 @@ from connector.worker import WorkerHalf
 from kvstore.client import ClientConfig, Mover, open_mover
 
 
-def open_control(config: Config) -> Control:
+def open_control(config: Config, *, whole_objects: bool) -> Control:
     """The conversation with the store; it need not be there yet.
+
+    Args:
+        config: the connector's.
+        whole_objects: one worker reads all of each object.
 
     Raises:
         BadConfiguration: the token cannot be read.
@@ -29,6 +33,7 @@ def open_control(config: Config) -> Control:
             request_timeout_s=config.request_timeout_s,
             # So that there is time left to ask the node: a Redis that hangs must not cost the node's hits.
             index_timeout_s=min(config.request_timeout_s, config.lookup_timeout_s / 2),
+            whole_objects=whole_objects,
         )
     )
 
@@ -37,7 +42,8 @@ def start_scheduler_half(
     vllm_config: Any, kv_cache_config: Any, config: Config, breaker: Breaker
 ) -> SchedulerHalf:
     """The scheduler half. Raises BadConfiguration."""
-    return SchedulerHalf(vllm_config, kv_cache_config, config, open_control(config), breaker)
+    control = open_control(config, whole_objects=vllm_config.parallel_config.world_size == 1)
+    return SchedulerHalf(vllm_config, kv_cache_config, config, control, breaker)
 
 
 def start_worker_half(vllm_config: Any, kv_cache_config: Any, config: Config) -> WorkerHalf:

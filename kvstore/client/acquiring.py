@@ -82,10 +82,12 @@ class Attempt:
             self.leases.setdefault(peer, new_lease())
         return groups
 
-    def request(self, peer: Peer, asked: Sequence[int], wait_s: float) -> Acquire:
+    def request(self, peer: Peer, asked: Sequence[int], wait_s: float, sealed: bool) -> Acquire:
         """What asks a node for these keys."""
         keys = itemgetter(*asked)(self._keys) if len(asked) > 1 else (self._keys[asked[0]],)
-        return Acquire(self.namespace, keys, self.leases[peer], self._duration_s, wait_s)
+        return Acquire(
+            self.namespace, keys, self.leases[peer], self._duration_s, wait_s, prefix=True, sealed=sealed
+        )
 
     def answered(
         self, peer: Peer, asked: Sequence[int], address: NodeAddress, answers: Sequence[AcquireAnswer]

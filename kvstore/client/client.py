@@ -93,7 +93,12 @@ class Client:
             await self._peers.close()
             raise
         self._reader = Reader(
-            self._peers, self._directory, self._clock, 1 + config.other_nodes_max, self._item_bytes
+            self._peers,
+            self._directory,
+            self._clock,
+            1 + config.other_nodes_max,
+            self._item_bytes,
+            sealed=config.whole_objects,
         )
         self._writer = Writer(self._peers, self._clock, config.other_nodes_max, self._item_bytes)
         self._started = True
@@ -194,7 +199,10 @@ class Client:
         Releasing single keys meanwhile makes room for later ones. Ends with `promote_deadline` after `timeout_s`.
         """
         self._check(promise.namespace)
-        await Promotion(self._peers, self._clock, self._item_bytes, promise, timeout_s, arrived).run()
+        sealed = self._config.whole_objects
+        await Promotion(
+            self._peers, self._clock, self._item_bytes, promise, timeout_s, arrived, sealed=sealed
+        ).run()
 
     async def renew(self, promise: Promise, duration_s: float) -> float:
         """Prolongs a promise. Returns the seconds that all its leases have left; 0 when one is gone."""

@@ -27,6 +27,7 @@ class ClientConfig:
         breaker_failures: unanswered requests in a row after which a node is no longer asked.
         probe_s, probe_s_max: wait before the first probe of such a node, and the longest.
         other_nodes_max: how many other nodes are asked when the index or the preferred node cannot help.
+        whole_objects: what is leased is read whole, and a seal proves it; else nodes send the tables.
         client: names this process; the default is fresh and right.
     """
 
@@ -39,6 +40,7 @@ class ClientConfig:
     probe_s: float = 0.25
     probe_s_max: float = 10.0
     other_nodes_max: int = 2
+    whole_objects: bool = True
     client: ClientId = field(default_factory=new_client_id)
 
     def check(self) -> None:

@@ -32,6 +32,7 @@ from kvstore.core import (
     TransferFailed,
     decode_manifest,
     limits,
+    table_bytes_of,
 )
 from kvstore.index import Index
 from kvstore.transfer import Transfer
@@ -294,7 +295,7 @@ class KVStore:
             PullItem(
                 _extents(answer.extents),
                 answer.size_bytes,
-                kinds.whole(answer.size_bytes, len(answer.table)),
+                kinds.whole(answer.size_bytes, table_bytes_of(answer.table)),
                 answer.table,
                 target.ctypes.data if self._is_registered(target) else _sink(target),
             )

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kvstore.client.address import NodeAddress
 from kvstore.client.staging import Staging
 from kvstore.client.voyage import Job, Voyage
-from kvstore.core import Extents, MissReason, Part, Run, checksums, select
+from kvstore.core import Extents, MissReason, Part, Run, checksums, proves
 from kvstore.transfer import Handle, Piece, Status, Transfer
 
 MEET_S = 5.0
@@ -55,8 +55,9 @@ class PushResult(NamedTuple):
 class PullItem(NamedTuple):
     """One object, or a rank's part of it, to be read and verified.
 
-    `table` is the whole object's. `sink` gets the part's verified bytes, valid during the call only, or is
-    the address of registered memory where they are wanted; there they are only good if the result is ok.
+    `table` is the whole object's, or its seal if the part is all of it. `sink` gets the part's verified bytes, valid
+    during the call only, or is the address of registered memory where they are wanted; there they are only good if
+    the result is ok.
     """
 
     extents: Extents
@@ -117,7 +118,7 @@ class _Pull(Job[PullResult]):
         self._checksums += checksums(view, runs)
 
     def after(self, view: memoryview) -> PullResult:
-        if self._checksums != select(self._table, self.part.runs):
+        if not proves(self._table, self._checksums, self.part.runs):
             error = "the bytes that came are not those of the table"
             return PullResult(ok=False, reason=MissReason.BAD_COPY, corrupt=True, error=error)
         if not isinstance(self._sink, int):

@@ -51,6 +51,7 @@ class Promotion:
         promise: what is promised, in DRAM or on NVMe.
         timeout_s: how long it may take.
         arrived: is told of every copy that was on NVMe: once, or of the end of the chain before it.
+        sealed: seals will do in place of tables.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class Promotion:
         promise: Promise,
         timeout_s: float,
         arrived: Arrived,
+        *,
+        sealed: bool,
     ) -> None:
+        self._sealed = sealed
         self._peers = peers
         self._clock = clock
         self._batch_bytes = item_bytes[promise.namespace]
@@ -106,7 +110,7 @@ class Promotion:
         keys = tuple(self._promise.copies[index].key for index in asked)
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                body = (await peer.ask(Pages(lease, keys, wait_s), wait_s=wait_s)).body
+                body = (await peer.ask(Pages(lease, keys, wait_s, self._sealed), wait_s=wait_s)).body
             except TROUBLE as error:
                 if attempts_left and not isinstance(error, (BreakerOpen, *REFUSALS)):
                     continue

@@ -43,7 +43,10 @@ class Reader:
         clock: Callable[[], float],
         rounds_max: int,
         item_bytes: Mapping[Namespace, int],
+        *,
+        sealed: bool,
     ) -> None:
+        self._sealed = sealed
         self._peers = peers
         self._directory = directory
         self._clock = clock
@@ -160,7 +163,7 @@ class Reader:
 
     async def _ask(self, attempt: Attempt, peer: Peer, asked: Sequence[int], wait_s: float) -> None:
         for batch in batches(asked, self._item_bytes[attempt.namespace]):
-            request = attempt.request(peer, batch, wait_s)
+            request = attempt.request(peer, batch, wait_s, self._sealed)
             try:
                 answer = await peer.ask(request, namespace=attempt.namespace, wait_s=wait_s)
             except TROUBLE as error:

@@ -1,7 +1,7 @@
 """The shared nouns, pure: keys, geometry, the life of a copy, miss reasons, limits, errors."""
 
 from kvstore.core import limits
-from kvstore.core.checksum import checksums, select
+from kvstore.core.checksum import checksums, proves, seal, select, table_bytes_of
 from kvstore.core.errors import (
     BadConfiguration,
     BadRequest,
@@ -61,6 +61,9 @@ __all__ = [
     "locate",
     "namespace_of",
     "pages_for",
+    "proves",
+    "seal",
     "select",
     "step",
+    "table_bytes_of",
 ]

@@ -8,7 +8,7 @@ tells those who watch. Calls that tell are the last thing of a change, so callba
 from collections import Counter
 from collections.abc import Callable, Container, Hashable
 
-from kvstore.core import Event, Key, MissReason, Namespace, State, Tier, limits
+from kvstore.core import Event, Key, MissReason, Namespace, State, Tier, limits, seal
 from kvstore.policy import Policy, PrefixLru
 from kvstore.store.clients import Client
 from kvstore.store.dram import Dram
@@ -70,7 +70,7 @@ class Listing:
     def publish(self, filled: Object, table: bytes) -> None:
         """The object may be read from now on."""
         filled.table = table
-        filled.resident = Resident(filled.generation, filled.in_dram.extents, filled.size_bytes, table)
+        filled.resident = Resident(filled.generation, filled.in_dram.extents, filled.size_bytes, seal(table))
         self.dram.commit(filled)
         self.lost.discard(filled.key)
         self.on_dirty(filled.key)

@@ -15,7 +15,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import NamedTuple
 
-from kvstore.core import Key, MissReason, State, limits
+from kvstore.core import Key, MissReason, State, limits, seal
 from kvstore.store.clients import Client
 from kvstore.store.dram import Fate
 from kvstore.store.leases import Leases
@@ -321,7 +321,7 @@ class Moving:
         )
         moved.table = table
         moved.failure = None
-        moved.resident = Resident(moved.generation, job.extents, moved.size_bytes, table)
+        moved.resident = Resident(moved.generation, job.extents, moved.size_bytes, seal(table))
         self._listing.totals.promoted += 1
         self._listing.totals.promoted_bytes += moved.size_bytes
         self._listing.promoted(moved)

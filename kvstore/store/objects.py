@@ -172,7 +172,7 @@ class Object:
         self.generation = Generation(b"")
         self.table = b""
         self.resident: Resident | None = (
-            None  # what who leases it is told, while its copy in DRAM can be read
+            None  # what its readers are told, sealed; while it can be read in DRAM
         )
         self.dram: Copy | None = None
         self.nvme: OnDevice | None = None

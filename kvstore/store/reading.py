@@ -38,6 +38,18 @@ class Check(NamedTuple):
     table: bytes
 
 
+class Asked(NamedTuple):
+    """What the keys of one Acquire have in common."""
+
+    client: Client
+    namespace: OpenNamespace
+    lease: Lease | None
+    alone: bool
+    sure: bool  # the client's share allows all of it
+    streams: bool  # it is more than any share allows
+    sealed: bool
+
+
 class Reading:
     """Leases of objects, and their verification."""
 
@@ -56,10 +68,11 @@ class Reading:
         sure = self._leases.may_take_all(client, pages_max, alone=alone)
         streams = not self._leases.fits(pages_max, alone=alone)
         lease = self._leases.open(client, request.lease, now_s, request.duration_s)
+        asked = Asked(client, namespace, lease, alone, sure, streams, request.sealed)
         answers: list[AcquireAnswer] = []
         ahead_bytes = 0
         for key in request.keys:
-            answer = self._acquire(client, namespace, lease, key, alone=alone, sure=sure, streams=streams)
+            answer = self._acquire(asked, key)
             answers.append(answer)
             if isinstance(answer, Resident):
                 continue
@@ -73,22 +86,13 @@ class Reading:
             self._leases.settle(lease)
         return tuple(answers)
 
-    def _acquire(
-        self,
-        client: Client,
-        namespace: OpenNamespace,
-        lease: Lease | None,
-        key: Key,
-        *,
-        alone: bool,
-        sure: bool,
-        streams: bool,
-    ) -> AcquireAnswer:
+    def _acquire(self, asked: Asked, key: Key) -> AcquireAnswer:
+        lease = asked.lease
         promised = lease.objects.get(key) if lease is not None else None
         if promised is not None:
-            return self._where(promised)
+            return self._where(promised, asked.sealed)
         listed = self._listing.objects.get(key)
-        if listed is None or listed.namespace is not namespace:
+        if listed is None or listed.namespace is not asked.namespace:
             self._listing.on_dirty(key)
             return self._miss(self._listing.lost.get(key, MissReason.NEVER_STORED))
         if listed.reservation is not None:
@@ -96,27 +100,27 @@ class Reading:
             return Filling()
         if listed.resident is None and not (listed.is_readable or listed.is_on_disk):
             return self._miss(MissReason.DEVICE_DOWN)
-        if lease is None or not self._take(lease, listed, alone=alone, sure=sure, streams=streams):
+        if lease is None or not self._take(asked, lease, listed):
             return self._miss(MissReason.LEASE_LIMIT)
-        listed.used_by(client.id)
+        listed.used_by(asked.client.id)
         if listed.job is not None:
             self._moving.used(listed)
         self._listing.totals.acquired_keys += 1
-        return listed.resident or self._where(listed)
+        return self._where(listed, asked.sealed)
 
-    def _take(self, lease: Lease, listed: Object, *, alone: bool, sure: bool, streams: bool) -> bool:
+    def _take(self, asked: Asked, lease: Lease, listed: Object) -> bool:
         """Leases an object, if the client's share allows it.
 
         A prompt that is larger than the share streams through DRAM: what of it is in DRAM now beyond the share is
         leased where it is on NVMe.
         """
         floor_pages = listed.namespace.floor_pages
-        if self._leases.take(lease, listed, floor_pages, alone=alone, sure=sure):
+        if self._leases.take(lease, listed, floor_pages, alone=asked.alone, sure=asked.sure):
             return True
-        if not (streams and listed.is_readable and listed.is_on_disk) or listed.pinned:
+        if not (asked.streams and listed.is_readable and listed.is_on_disk) or listed.pinned:
             return False
         self._listing.dram.evict(listed)
-        return self._leases.take(lease, listed, floor_pages, alone=alone, sure=sure)
+        return self._leases.take(lease, listed, floor_pages, alone=asked.alone, sure=asked.sure)
 
     def pages(
         self, client: Client, request: Pages, now_s: float, since_s: float
@@ -138,7 +142,7 @@ class Reading:
                 continue
             if leased.dram is None:
                 ahead_bytes += leased.size_bytes
-            answers.append(self._where(leased, since_s, ahead_bytes))
+            answers.append(self._where(leased, request.sealed, since_s, ahead_bytes))
         return tuple(answers)
 
     def renew(self, client: Client, lease_id: LeaseId, now_s: float, duration_s: float) -> float:
@@ -199,10 +203,14 @@ class Reading:
         elif not suspect.pinned:
             self._listing.unpinned(suspect)
 
-    def _where(self, leased: Object, since_s: float = math.inf, ahead_bytes: int = 0) -> AcquireAnswer:
+    def _where(
+        self, leased: Object, sealed: bool, since_s: float = math.inf, ahead_bytes: int = 0
+    ) -> AcquireAnswer:
         """Where a leased copy can be read. `since_s`: a promotion that failed earlier does not count."""
-        if leased.resident is not None:
-            return leased.resident
+        if (resident := leased.resident) is not None:
+            if sealed:
+                return resident
+            return Resident(resident.generation, resident.extents, resident.size_bytes, leased.table)
         if has_failed(leased, since_s):
             return self._miss(leased.failure or MissReason.BAD_COPY)
         if leased.nvme is None or (leased.dram is not None and leased.job is None):

@@ -114,6 +114,7 @@ class Acquire(Message, frozen=True):
 
     With `prefix` the answers end with the first key that is not promised (a later one is of no use).
     With `wait_s` the reply is parked while the first unpromised key is filling, or not stored yet.
+    With `sealed` the answers carry seals in place of tables: for readers of whole objects.
     """
 
     namespace: _Namespace
@@ -122,14 +123,16 @@ class Acquire(Message, frozen=True):
     duration_s: _Duration
     wait_s: _Duration = 0.0
     prefix: bool = True
+    sealed: bool = False
 
 
 class Pages(Message, frozen=True):
-    """Asks where the leased copies are now; waits up to `wait_s` for promotions under way."""
+    """Asks where the leased copies are now; waits up to `wait_s` for promotions under way. `sealed` as in Acquire."""
 
     lease: _LeaseId
     keys: _Keys
     wait_s: _Duration = 0.0
+    sealed: bool = False
 
 
 class Renew(Message, frozen=True):
@@ -249,7 +252,7 @@ class Stale(Message, frozen=True):
 
 
 class Resident(Message, frozen=True):
-    """Leased, in DRAM: read these pages, compare with this table."""
+    """Leased, in DRAM: read these pages, compare with this table, or with the table that has this seal."""
 
     generation: Generation
     extents: WireExtents

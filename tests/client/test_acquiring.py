@@ -52,7 +52,7 @@ def run(nodes: dict[str, Node], claimed: list[list[str]], favourite: str, rounds
             if peer.dead:
                 attempt.failed(peer, MissReason.NODE_DOWN)
             else:
-                answers = peer.acquire(attempt.request(peer, asked, 0.0).keys)
+                answers = peer.acquire(attempt.request(peer, asked, 0.0, sealed=True).keys)
                 attempt.answered(peer, asked, ADDRESS, answers)
     return attempt.outcome(), attempt
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.client import Mover, PullResult, PushItem, PushResult, Staging, voyage
-from kvstore.core import Geometry, LaneGroup, MissReason, Part, limits
+from kvstore.core import Geometry, LaneGroup, MissReason, Part, Span, limits, seal
 from kvstore.transfer import Fault, InProcessNetwork, InProcessTransfer, Piece, Status
 from tests.client.moving import PAGE, Arena, Got, whole
 from tests.contracts.transfer_memory import Memory
@@ -153,6 +153,22 @@ def test_bytes_damaged_in_the_arena_or_a_table_that_is_short_reach_no_sink(world
     )
     assert [r.corrupt for r in pulled] == [False, True, True, True]
     assert [len(sink.seen) for sink in got] == [1, 0, 0, 0]
+
+
+def test_a_seal_proves_a_whole_object_and_no_part_of_one(world: World) -> None:
+    made = [world.arena.object(3 * PAGE, stored=True) for _ in range(3)]
+    for one in made:
+        one.table = seal(one.table)
+    world.arena.flip(world.arena.pages(made[1].extents)[0] * PAGE)
+    runs = made[2].part.runs[:2]
+    size_bytes = sum(run.size_bytes for run in runs)
+    made[2] = made[2].of(Part((Span(0, size_bytes),), runs, size_bytes))
+    got = [Got() for _ in made]
+    pulled = world.mover.pull(
+        world.node, [one.pull(sink) for one, sink in zip(made, got, strict=True)], LONG_S
+    )
+    assert [(r.ok, r.corrupt) for r in pulled] == [(True, False), (False, True), (False, True)]
+    assert [sink.seen for sink in got] == [[made[0].data], [], []]
 
 
 def test_a_write_damaged_on_its_way_has_the_checksums_of_what_was_meant(world: World) -> None:

@@ -20,7 +20,7 @@ from kvstore.client import (
 )
 from kvstore.client.plan import batches, item_bytes
 from kvstore.client.promoting import PAUSE_S
-from kvstore.core import Key, MissReason, limits
+from kvstore.core import Key, MissReason, limits, seal
 from kvstore.transfer import InProcessNetwork, InProcessTransfer
 from kvstore.wire import ReserveItem
 from tests.client.test_client import store
@@ -81,9 +81,20 @@ async def test_what_is_on_disk_is_promised_and_told_in_order_when_it_is_in_dram(
     assert told.positions == [2, 3, 4, 5] and told.end is None
     for one in told:
         assert one.copy is not None and isinstance(one.copy.answer, Resident)
-        assert one.copy.answer.table == TABLE and one.copy.key == KEYS[one.position]
+        assert one.copy.answer.table == seal(TABLE) and one.copy.key == KEYS[one.position]
     await client.release(promise)
     assert node.store.snapshot().leases == 0
+
+
+async def test_who_reads_parts_of_objects_gets_their_tables(node) -> None:
+    async with Client(ClientConfig(node=node.address, whole_objects=False)) as client:
+        await client.open(MANIFEST)
+        promise = await client.acquire(NAMESPACE, KEYS, 30.0)
+        told = await promoted(client, promise)
+        copies = [*promise.copies[:2], *(one.copy for one in told if one.copy is not None)]
+        answers = [copy.answer for copy in copies if isinstance(copy.answer, Resident)]
+        assert [answer.table for answer in answers] == [TABLE] * len(KEYS)
+        await client.release(promise)
 
 
 async def test_a_promise_in_dram_needs_no_question(node, client) -> None:
@@ -262,7 +273,12 @@ async def test_objects_with_many_runs_are_asked_for_in_portions_that_fit() -> No
     assert limits.BATCH_KEYS_MAX * len(table) > limits.FRAME_BYTES_MAX
     keys = [Key(number.to_bytes(32, "big")) for number in range(limits.BATCH_KEYS_MAX)]
     node = ControlNode(arena_bytes=64 << 20)
-    async with running(node), Client(ClientConfig(node=node.address, request_timeout_s=WAIT_S)) as client:
+    async with (
+        running(node),
+        Client(
+            ClientConfig(node=node.address, request_timeout_s=WAIT_S, whole_objects=False)  # tables are sent
+        ) as client,
+    ):
         namespace = await client.open(manifest)
         wanted = [ReserveItem(key, Key(namespace), 0, size_bytes) for key in keys[:600]]
         grants = await client.reserve(namespace, wanted, 60.0)

@@ -11,7 +11,7 @@ import pytest
 from connector.background import Background
 from connector.control import Grant, NotGranted, ReserveAsk
 from kvstore.client import ClientConfig, Copy, OnDisk, Promise, Resident
-from kvstore.core import Key, Manifest, MissReason, Tier
+from kvstore.core import Key, Manifest, MissReason, Tier, seal
 from kvstore.wire import Generation, LeaseId
 from tests.connector.support import BLOCK, CHUNK, Engine, Node, prompt
 from tests.support import Process, wait_until
@@ -97,7 +97,7 @@ def test_what_is_committed_is_promised_until_it_is_released(control, node_proces
     promise = control.acquire([*keys, Key(bytes(32))], 30.0, 0.0, ()).result(WAIT_S)
     assert [promised.key for promised in promise.objects] == keys
     assert promise.reason is MissReason.NEVER_STORED
-    assert promise.objects[0].table == bytes(8) and promise.objects[0].size_bytes == 64
+    assert promise.objects[0].table == seal(bytes(8)) and promise.objects[0].size_bytes == 64
     assert promise.objects[0].node.control == node_process.control
     assert control.renew(promise, 30.0).result(WAIT_S) > 25
     wait_until(lambda: held(node_process) == (1, 0), WAIT_S)

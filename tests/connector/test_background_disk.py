@@ -7,7 +7,7 @@ import pytest
 from connector.background import Background
 from connector.control import Arrival, Arrivals
 from kvstore.client import ClientConfig, LoopThread
-from kvstore.core import MissReason, Tier
+from kvstore.core import MissReason, Tier, seal
 from kvstore.transfer import InProcessNetwork
 from tests.client.test_client import store
 from tests.support import wait_until
@@ -58,7 +58,7 @@ def test_a_promise_streams_as_its_keys_are_given_back(node, control) -> None:
     for position in (2, 3, 4):
         [came] = take(arrivals)
         assert came.position == position and came.promised is not None
-        assert (came.promised.tier, came.promised.table) == (Tier.DRAM, TABLE)
+        assert (came.promised.tier, came.promised.table) == (Tier.DRAM, seal(TABLE))
         assert came.promised.extents
         promise = control.shorten(promise, [KEYS[position]])
     assert arrivals.done

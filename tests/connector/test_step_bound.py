@@ -95,7 +95,7 @@ def served(took: dict[str, float], node: str, redis: str = "", *, load: bool = T
         "lookup_timeout_s": TIMEOUT_S,
         "handoff_wait_s": TIMEOUT_S,
     }
-    control = open_control(Config(node=node, redis=redis, **settings))
+    control = open_control(Config(node=node, redis=redis, **settings), whole_objects=True)
     engine = Engine(Node(), control=control, load=load, **settings)
     watch(engine.connector, HOOKS, took)
     try:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from kvstore.core import BadConfiguration, Key, MissReason, Namespace, limits
+from kvstore.core import BadConfiguration, Key, MissReason, Namespace, limits, seal
 from kvstore.wire import (
     VERSIONS_SPOKEN,
     Acquire,
@@ -91,6 +91,10 @@ async def test_every_call_is_answered_by_its_kind() -> None:
             assert isinstance(resident, Resident)
             assert (resident.size_bytes, resident.table) == (OBJECT_BYTES, TABLE)
             assert (await peer.ask(Pages(LEASE, tuple(keys)))).body == answers
+            sealed = Acquired(
+                tuple(msgspec.structs.replace(one, table=seal(TABLE)) for one in answers.answers)
+            )
+            assert (await peer.ask(Pages(LEASE, tuple(keys), sealed=True))).body == sealed
             renewed = (await peer.ask(Renew(LEASE, 20.0))).body
             assert isinstance(renewed, LeaseState)
             assert 19.0 < renewed.remaining_s <= 20.0

@@ -7,9 +7,20 @@ import typing
 
 import msgspec
 import pytest
+from xxhash import xxh3_64_hexdigest
 
 from kvstore import wire
-from kvstore.core import LIFE, Key, Manifest, MissReason, chunk_key, decode_manifest, encode_extras, limits
+from kvstore.core import (
+    LIFE,
+    Key,
+    Manifest,
+    MissReason,
+    chunk_key,
+    decode_manifest,
+    encode_extras,
+    limits,
+    seal,
+)
 from kvstore.server.control import CODES
 from kvstore.wire import AcquireAnswer, CommitAnswer, ReplyBody, RequestBody, ReserveAnswer
 from tests.conftest import REPOSITORY
@@ -111,6 +122,15 @@ def test_the_golden_keys_come_out_by_hand_and_by_the_code() -> None:
     assert first.hex() == block("key") == by_hand(namespace, list(range(256)), b"")
     assert chunk_key(first, [7, 8, 9], extras).hex() == block("tail")
     assert block("tail") == by_hand(first, [7, 8, 9], block("extras").encode())
+
+
+def test_the_golden_table_has_the_golden_seal() -> None:
+    table = bytes.fromhex(block("table"))
+    assert (
+        seal(table).hex()
+        == block("seal")
+        == (len(table) // 8).to_bytes(4, "big").hex() + xxh3_64_hexdigest(table)
+    )
 
 
 def by_hand(parent: bytes, tokens: list[int], extras: bytes) -> str:

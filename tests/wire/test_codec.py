@@ -213,11 +213,18 @@ GOLDEN_REQUESTS: dict[str, RequestBody] = {
     "c4206e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e00cd0800c2"
     "cb403e000000000000c400": Reserve(NAMESPACE, (ReserveItem(KEY, Key(NAMESPACE), 0, 2048),), 30.0),
     "9501c4106363636363636363636363636363636307"
+    "98a741637175697265c4206e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e"
+    "91c4206b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b"
+    "c4106c6c6c6c6c6c6c6c6c6c6c6c6c6c6c6ccb4024000000000000cb0000000000000000c3c2"
+    "c400": Acquire(NAMESPACE, (KEY,), LEASE, 10.0),
+}
+BEFORE_SEALS = (  # the last of them, by a client that does not know `sealed`
+    "9501c4106363636363636363636363636363636307"
     "97a741637175697265c4206e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e"
     "91c4206b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b6b"
     "c4106c6c6c6c6c6c6c6c6c6c6c6c6c6c6c6ccb4024000000000000cb0000000000000000c3"
-    "c400": Acquire(NAMESPACE, (KEY,), LEASE, 10.0),
-}
+    "c400"
+)
 GOLDEN_REPLY = (
     "9401c4086262626262626262 07"
     "92a84163717569726564"
@@ -231,6 +238,12 @@ def test_golden_requests(frame, body) -> None:
     raw = bytes.fromhex(frame)
     assert decode_request(raw) == Request(1, CLIENT, 7, body, b"")
     assert request(body).hex() == raw.hex()
+
+
+def test_a_client_that_does_not_know_seals_gets_tables() -> None:
+    assert decode_request(bytes.fromhex(BEFORE_SEALS)).body == Acquire(
+        NAMESPACE, (KEY,), LEASE, 10.0, sealed=False
+    )
 
 
 def test_a_golden_reply() -> None:
