@@ -76,7 +76,8 @@ class Attempt:
     def next_round(self) -> dict[Peer, list[int]]:
         """Whom to ask for which keys (indices); empty when nobody could add to the prefix."""
         missing = [index for index, copy in enumerate(self._copies) if copy is None]
-        owners = assign([self._left(index) for index in missing], self._favourites.__contains__)
+        left = self._left if self._out else self._holders.__getitem__
+        owners = assign(list(map(left, missing)), self._favourites.__contains__)
         groups = grouped(missing, owners)
         for peer in groups:
             self.leases.setdefault(peer, new_lease())
@@ -142,8 +143,7 @@ class Attempt:
 
     def _left(self, index: int) -> Sequence[Peer]:
         """Whom there is to ask for a key."""
-        peers = self._holders[index]
-        return [p for p in peers if index < self._out.get(p, index + 1)] if self._out else peers
+        return [peer for peer in self._holders[index] if index < self._out.get(peer, index + 1)]
 
 
 def _usable(peers: Sequence[Peer]) -> Sequence[Peer]:

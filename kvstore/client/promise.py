@@ -32,7 +32,7 @@ class Found(msgspec.Struct, frozen=True):
     on_disk: int = 0
 
 
-class Copy(msgspec.Struct, frozen=True):
+class Copy(msgspec.Struct, frozen=True, gc=False):
     """One leased copy: where it is (`answer`), at which node, under which lease."""
 
     key: Key

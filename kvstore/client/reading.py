@@ -157,9 +157,12 @@ class Reader:
 
     async def _round(self, attempt: Attempt, wait_s: float) -> bool:
         """Asks each node that could add to the prefix, all at once. False: there was none."""
-        groups = attempt.next_round()
-        await asyncio.gather(*(self._ask(attempt, peer, asked, wait_s) for peer, asked in groups.items()))
-        return bool(groups)
+        questions = [self._ask(attempt, *group, wait_s) for group in attempt.next_round().items()]
+        if len(questions) == 1:
+            await questions[0]  # without a task of its own, and so a turn of the loop sooner
+        else:
+            await asyncio.gather(*questions)
+        return bool(questions)
 
     async def _ask(self, attempt: Attempt, peer: Peer, asked: Sequence[int], wait_s: float) -> None:
         for batch in batches(asked, self._item_bytes[attempt.namespace]):

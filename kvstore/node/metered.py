@@ -7,6 +7,7 @@ or released is forgotten in time.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 
 from kvstore.admin import MOTION_BOUNDS_S, Histogram, Motion
 from kvstore.core import Key, MissReason, Namespace, limits
@@ -83,20 +84,19 @@ class Pulls(Meter):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
-        self._leases: OrderedDict[tuple[ClientId, LeaseId], dict[Key, tuple[float, int]]] = OrderedDict()
+        self._leases: OrderedDict[tuple[ClientId, LeaseId], dict[Key, tuple[float, AcquireAnswer]]] = (
+            OrderedDict()
+        )
 
     def begin(
         self, lease: tuple[ClientId, LeaseId], keys: Sequence[Key], answers: Sequence[AcquireAnswer]
     ) -> None:
         """Bytes of what was promised may move from now on. Fewer answers than keys: a prefix was cut short."""
-        now_s = self._clock()
-        under_way = {
-            key: (now_s, answer.size_bytes)
-            for key, answer in zip(keys, answers, strict=False)
-            if isinstance(answer, PROMISED)
+        under_way = dict(zip(keys, zip(repeat(self._clock()), answers, strict=False), strict=False))
+        earlier = self._leases.get(lease, {})
+        self._leases[lease] = under_way | {
+            key: begun for key, begun in earlier.items() if isinstance(begun[1], PROMISED)
         }
-        earlier = self._leases.get(lease)
-        self._leases[lease] = under_way if earlier is None else under_way | earlier
         if len(self._leases) > LEASES_MAX:
             self._leases.popitem(last=False)
 
@@ -105,8 +105,9 @@ class Pulls(Meter):
         now_s = self._clock()
         under_way = self._leases.get(lease, {})
         for key in keys or list(under_way):
-            if (begun := under_way.pop(key, None)) is not None:
-                self.moved(begun[1], now_s - begun[0])
+            began_s, answer = under_way.pop(key, (now_s, None))
+            if isinstance(answer, PROMISED):
+                self.moved(answer.size_bytes, now_s - began_s)
         if not under_way:
             self._leases.pop(lease, None)
 

@@ -96,8 +96,8 @@ class Endpoint:
             if ending.is_alive():
                 log.warning("a client's connection did not end within %g s; it is left to itself", END_S)
 
-    def send(self, peer: bytes, frame: bytes | bytearray) -> bool:
-        """Sends a copy of one frame without waiting. False: the peer is gone, or does not take its replies."""
+    def send(self, peer: bytes, frame: bytes) -> bool:
+        """Sends one frame without waiting. False: the peer is gone, or does not take its replies."""
         if self._socket is None:
             return False
         try:

@@ -137,7 +137,7 @@ class Leases:
         client_pages, all_pages = client.leased_pages + pages, self.leased_pages + pages
         return within_share(client_pages, all_pages, self._clients.leased_pages_max, 0, alone=alone)
 
-    def take(self, lease: Lease, wanted: Object, floor_pages: int, *, alone: bool, sure: bool) -> bool:
+    def take(self, lease: Lease, wanted: Object, *, alone: bool, sure: bool) -> bool:
         """Adds an object to a lease that does not have its key yet, if the client's share allows it.
 
         `sure`: it does, that is known already.
@@ -148,6 +148,7 @@ class Leases:
         pages = 0 if on_disk else wanted.pages
         own = client.leased.get(wanted, 0)
         if not own:
+            floor_pages = wanted.namespace.floor_pages
             if not ((sure and not on_disk) or self.may_take(client, wanted, floor_pages, alone=alone)):
                 return False
             client.leased_pages += pages

@@ -5,6 +5,7 @@ a prompt larger than DRAM goes through it: pull, release, ask for what follows.
 """
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.core import Extents, Key, MissReason, Run
@@ -38,7 +39,8 @@ class Check(NamedTuple):
     table: bytes
 
 
-class Asked(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Asked:
     """What the keys of one Acquire have in common."""
 
     client: Client
@@ -69,6 +71,7 @@ class Reading:
         streams = not self._leases.fits(pages_max, alone=alone)
         lease = self._leases.open(client, request.lease, now_s, request.duration_s)
         asked = Asked(client, namespace, lease, alone, sure, streams, request.sealed)
+        leased_before = 0 if lease is None else len(lease.objects)
         answers: list[AcquireAnswer] = []
         ahead_bytes = 0
         for key in request.keys:
@@ -83,6 +86,7 @@ class Reading:
             elif request.prefix:
                 break
         if lease is not None:
+            self._listing.totals.acquired_keys += len(lease.objects) - leased_before
             self._leases.settle(lease)
         return tuple(answers)
 
@@ -105,7 +109,6 @@ class Reading:
         listed.used_by(asked.client.id)
         if listed.job is not None:
             self._moving.used(listed)
-        self._listing.totals.acquired_keys += 1
         return self._where(listed, asked.sealed)
 
     def _take(self, asked: Asked, lease: Lease, listed: Object) -> bool:
@@ -114,13 +117,12 @@ class Reading:
         A prompt that is larger than the share streams through DRAM: what of it is in DRAM now beyond the share is
         leased where it is on NVMe.
         """
-        floor_pages = listed.namespace.floor_pages
-        if self._leases.take(lease, listed, floor_pages, alone=asked.alone, sure=asked.sure):
+        if self._leases.take(lease, listed, alone=asked.alone, sure=asked.sure):
             return True
         if not (asked.streams and listed.is_readable and listed.is_on_disk) or listed.pinned:
             return False
         self._listing.dram.evict(listed)
-        return self._leases.take(lease, listed, floor_pages, alone=asked.alone, sure=asked.sure)
+        return self._leases.take(lease, listed, alone=asked.alone, sure=asked.sure)
 
     def pages(
         self, client: Client, request: Pages, now_s: float, since_s: float
