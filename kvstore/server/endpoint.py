@@ -5,8 +5,9 @@ may swallow that news. So a drain ends only with "nothing there", or with a prom
 bounded share of the loop's time, and after every send from outside a drain.
 
 The ROUTER takes one frame from each peer in turn, and a peer's queue is bounded (a full one stops its
-TCP connection), so a peer that floods the socket waits behind itself. What is not bounded here, because
-ZMQ has no bound for it, is the number of parts of one message: another reason to keep the port fenced.
+TCP connection), so a peer that floods the socket waits behind itself. What has been received takes turns, see
+`turns`. What is not bounded here, because ZMQ has no bound for it, is the number of parts of one message: another
+reason to keep the port fenced.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ import zmq
 
 from kvstore.core import BadConfiguration, limits
 from kvstore.server.port import port_holder
+from kvstore.server.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class Endpoint:
         self._socket: zmq.Socket[bytes] | None = None
         self._reading = False
         self._draining = False
+        self._turns = Turns()
 
     async def start(self) -> None:
         """Binds; afterwards `address` is what was bound.
@@ -118,16 +121,26 @@ class Endpoint:
         self._draining = True
         try:
             while self._loop.time() < end:
+                self._look()
+                if not self._turns:
+                    return
+                self._receive(*self._turns.take())
+        finally:
+            self._draining = False
+        self._loop.call_soon(self._drain)
+
+    def _look(self) -> None:
+        """Receives what has come, as far as there is room. Nothing there: the next change will be told."""
+        assert self._socket is not None, "looked at before the start"
+        try:
+            while not self._turns.full:
                 parts = self._socket.recv_multipart(zmq.DONTWAIT)
                 if len(parts) == 2:
-                    self._receive(parts[0], parts[1])
+                    self._turns.put(parts[0], parts[1])
                 else:
                     self._malformed()
         except zmq.Again:
             return
-        finally:
-            self._draining = False
-        self._loop.call_soon(self._drain)
 
 
 def _configure(router: "zmq.Socket[bytes]", ipv6: bool) -> None:
