@@ -278,7 +278,7 @@ def test_workers_feed_each_other_through_a_real_node(transfer: str) -> None:
     ]
     with running_node() as node:
         mover = open_mover(node.control, transfer=transfer, staging_bytes=4 << 20)
-        control = Background(ClientConfig(node=node.control))
+        control = Background(ClientConfig(node=node.control, whole_objects=False))
         try:
             for model, write, form, readers in plays:
                 with team(writer_of(model, write, form), mover) as writer:
