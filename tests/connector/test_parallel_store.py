@@ -271,24 +271,27 @@ def test_a_writer_killed_between_its_ranks_leaves_nothing_and_the_other_one_comp
 @pytest.mark.process
 @pytest.mark.parametrize("transfer", ["mooncake", "shm"])
 def test_workers_feed_each_other_through_a_real_node(transfer: str) -> None:
-    """TP2 x PP2 and a token-major layout feed TP4 and TP1; MLA TP2 feeds PP2."""
+    """TP2 x PP2 and a token-major layout feed TP4 and TP1; MLA TP2 feeds PP2. Engines of one worker read by seals."""
     plays = [
         (GQA, Split(2, 2), Format(layout="LBNHC"), [Split(4, 1), Split(1, 1), Split(8, 1)]),
         (MLA, Split(2, 1), Format(), [Split(1, 2)]),
     ]
     with running_node() as node:
         mover = open_mover(node.control, transfer=transfer, staging_bytes=4 << 20)
-        control = Background(ClientConfig(node=node.control, whole_objects=False))
+        ranks, alone = (
+            Background(ClientConfig(node=node.control, whole_objects=whole)) for whole in (False, True)
+        )
         try:
             for model, write, form, readers in plays:
                 with team(writer_of(model, write, form), mover) as writer:
-                    key = push(control, writer)
+                    key = push(ranks, writer)
                 for read in readers:
                     with team(reader_of(model, read, Format(block_tokens=32)), mover) as reader:
-                        pull(control, reader, key)
+                        pull(alone if read == Split(1, 1) else ranks, reader, key)
                         assert reader.fleet.holds()
         finally:
-            control.close()
+            ranks.close()
+            alone.close()
 
 
 def push(control: Background, some: Team) -> Key:
@@ -306,6 +309,7 @@ def push(control: Background, some: Team) -> Key:
 
 def pull(control: Background, some: Team, key: Key) -> None:
     """Loads that chunk on all ranks."""
+    control.open(some.manifest)
     promise = control.acquire([key], 30.0, 0.0, ()).result(10)
     [found] = promise.objects
     wanted = LoadObject(
