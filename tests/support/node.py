@@ -24,9 +24,9 @@ class RunningNode:
     `control` and `admin` are "host:port"; `process` is the handle (`kill`, `stop`, `send`, `output`).
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, ready_s: float = 30.0) -> None:
         self.process = process
-        self.banner = process.wait_for_output(READY)
+        self.banner = process.wait_for_output(READY, ready_s)
         self.control = self.told("control")
         self.admin = self.told("admin")
 
@@ -92,8 +92,10 @@ def node_command(**settings: object) -> list[str]:
 
 
 @contextlib.contextmanager
-def running_node(folder: Path | None = None, **settings: object) -> Iterator[RunningNode]:
+def running_node(
+    folder: Path | None = None, *, ready_s: float = 30.0, **settings: object
+) -> Iterator[RunningNode]:
     """A node that is ready, with its output in `folder`/node.log; stopped, if need be killed, at the end."""
     with contextlib.ExitStack() as stack:
         home = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        yield RunningNode(stack.enter_context(Process(node_command(**settings), home / "node.log")))
+        yield RunningNode(stack.enter_context(Process(node_command(**settings), home / "node.log")), ready_s)
