@@ -27,7 +27,6 @@ MODEL = shape(128 << 10)
 LENGTH = 24
 REMEMBERED = 12  # chains that are pulled and pushed again
 SETTLED_S = 2.0
-READY_S = 120.0  # among so many starts one may meet a machine that is busy for a while
 PATIENT = 5  # every so many cycles the load goes on for so long that what it demotes settles
 DEVICE_BYTES = (2 << 30) if SOAK else (192 << 20)  # nothing is given up for want of room
 
@@ -107,7 +106,7 @@ def kill_again_and_again(tmp_path: Path, cycles: int, rest_s: float) -> None:
     settled = fresh = unreported = 0
     with RedisServer(tmp_path) as redis:
         for cycle in range(cycles):
-            with running_node(tmp_path, ready_s=READY_S, **settings(tmp_path, redis)) as node:
+            with running_node(tmp_path, **settings(tmp_path, redis)) as node:
                 with StreamingEngine(node.control, MODEL, kind="shm") as engine:
                     known = sorted(witness.reported)
                     check(node, engine, rng.sample(known, min(20, len(known))))
@@ -134,7 +133,7 @@ def kill_again_and_again(tmp_path: Path, cycles: int, rest_s: float) -> None:
             witness.killed()
             woken_s = time.monotonic() + rest_s
             wait_until(lambda at=woken_s: time.monotonic() >= at, deadline_s=rest_s + 5)  # type: ignore[misc]
-        with running_node(tmp_path, ready_s=READY_S, **settings(tmp_path, redis)) as node:
+        with running_node(tmp_path, **settings(tmp_path, redis)) as node:
             assert node.get("/readyz")[0] == 200
             with StreamingEngine(node.control, MODEL, kind="shm") as engine:
                 check(node, engine, sorted(witness.reported))

@@ -21,7 +21,6 @@ MODEL = shape(1 << 20)
 PROMPTS = [chain(MODEL.namespace, 1, seed) for seed in range(OBJECTS)]
 DEADLINE_S, MARGIN_S = 3.0, 1.0
 CUT_S, BACK_S = 15.0, 60.0
-READY_S = 120.0  # every instruction is emulated, perhaps on a machine that has other things to do
 
 Say = Callable[[str], None]
 
@@ -70,7 +69,7 @@ def story(path: str, node_id: str, catalogs: Path, link: Link, say: Say) -> None
         "tiers_spill": "eager",
         "dram_size_bytes": ROOM,
     }
-    with running_node(folder, ready_s=READY_S, **settings) as node:
+    with running_node(folder, **settings) as node:
         with Reader(node).engine as engine:
             push_all(engine)
         wait_until(lambda: totals(node)["spilled"] == OBJECTS, 60, "all is on NVMe")
@@ -78,7 +77,7 @@ def story(path: str, node_id: str, catalogs: Path, link: Link, say: Say) -> None
             f"a node of {ROOM} took {OBJECTS} objects of 1 MiB, {totals(node)['spilled']} were spilled; killed"
         )
         node.kill()
-    with running_node(folder, ready_s=READY_S, **settings) as node:
+    with running_node(folder, **settings) as node:
         reader = Reader(node)
         with reader.engine:
             seen = reader.round()
