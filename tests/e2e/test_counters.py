@@ -103,7 +103,7 @@ class Talk:
 
     def assert_counters_agree(self) -> None:
         """The node's and vLLM's, token by token."""
-        self.engine.complete("So that the engine takes another step.", 1)
+        wait_until(self.no_block_is_referenced, 60, "all blocks of the engine to be free")
         queried, promised = external(self.engine)
         wait_until(lambda: self.counted()["queried"] >= queried, 10, "the last reports to come")
         counted = self.counted()
@@ -112,6 +112,11 @@ class Talk:
         assert counted["pulled"] + counted["missed"] == counted["queried"]
         wait_until(lambda: self.metric("queried_tokens_total") >= queried, 10, "the engine's own metrics")
         assert {name: self.metric(f"{name}_tokens_total") for name in counted} == counted
+
+    def no_block_is_referenced(self) -> bool:
+        """After one more step of the engine. What only its prefix cache remembers is free."""
+        self.engine.complete("So that the engine takes another step.", 1)
+        return self.engine.metric("vllm:kv_cache_usage_perc") == 0
 
     def metric(self, name: str, **labels: str) -> int:
         """One of the connector's in the engine's /metrics."""
