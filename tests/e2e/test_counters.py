@@ -176,6 +176,7 @@ def test_what_is_counted_is_the_same_everywhere_and_nothing_is_left(talk: Talk, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3_600)
 def test_that_holds_when_bits_flip_as_well(talk: Talk, repository: Path) -> None:
     """300 requests, of whose loads at least 50 find an object whose bytes have changed."""
     talk.compute_answers(prompt_text(repository, "canal"), 8)
