@@ -184,6 +184,7 @@ def cpu(systems: Mapping[str, System]) -> Report:
     for what in ("put", "get"):
         samples = {name: Samples((cpu_s_per_gb(system, what),)) for name, system in systems.items()}
         report.row(what, samples, against=("tcp", "mooncake"))
+    report.note("get includes comparing what came with what was put, but for raw and memcpy")
     return report
 
 
