@@ -264,7 +264,7 @@ class SharedMemoryTransfer:
         """Until the connection ends. While nothing is copied, the page faults of later copies are taken away."""
         for number in arena.slices():
             with self._changed:
-                while any(peer.busy for peer in self._peers.values()):
+                while any(moving.status is Status.PENDING for moving in self._moving.values()):
                     self._changed.wait(_YIELD_S)
             if has_ended(arena.connection):
                 return

@@ -207,6 +207,42 @@ def test_what_a_piece_will_touch_is_entered_before(peer: SharedMemoryRig) -> Non
 
 
 @pytest.mark.process
+def test_pages_are_entered_in_the_background_when_nothing_is_copied(
+    peer: SharedMemoryRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a client's first copies would wait for all others'. Mutant: between two steps of a copy by hand."""
+    may_enter, events, slices = threading.Event(), list[str](), MappedArena.slices
+
+    def slices_later(arena: MappedArena) -> range:
+        assert may_enter.wait(60.0)
+        return slices(arena)
+
+    monkeypatch.setattr(MappedArena, "slices", slices_later)
+    monkeypatch.setattr(MappedArena, "populate", lambda arena, number: events.append("entered"))
+    monkeypatch.setattr(MappedArena, "populate_for", lambda arena, piece: None)
+    other = StoppableTransfer(peer.going)
+    other.register(peer.local.address, SIZE)
+    assert other.wait(other.submit_write(peer.segment, [peer.piece(0, 0, 1)]), 10.0) is Status.DONE
+    copy = other.by_hand(peer.segment, [peer.piece(0, 0, SIZE)], writing=True)
+    assert copy is not None
+    waits, looked = other._changed.wait, threading.Event()
+
+    def wait_noted(timeout_s: float | None = None) -> bool:
+        looked.set()
+        return bool(waits(timeout_s))
+
+    monkeypatch.setattr(other._changed, "wait", wait_noted)
+    may_enter.set()
+    wait_until(lambda: looked.is_set() or events, 10, "the thread has looked whether something is copied")
+    assert all(copy.move(MIB) for _ in range(SIZE // MIB))
+    events.append("copied")
+    copy.close()
+    wait_until(lambda: events[-1] == "entered", 10, "pages are entered")
+    assert events[0] == "copied"
+    other.close()
+
+
+@pytest.mark.process
 def test_the_memory_of_a_dead_node_is_not_kept(peer: SharedMemoryRig) -> None:
     count, threads, fds = len(mappings()), threading.active_count(), psutil.Process().num_fds()
     other = peer.another()
