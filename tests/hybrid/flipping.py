@@ -3,7 +3,17 @@
 from pathlib import Path
 
 from kvstore.client import KVStore, Resident
-from kvstore.core import Key, Namespace, chunk_key
+from kvstore.core import Key, Manifest, Namespace, chunk_key
+from tests.support import wait_until
+
+OPENED_S = 30.0
+
+
+def _manifest(store: KVStore, namespace: Namespace) -> Manifest:
+    """As the index has it, once an engine has opened the namespace: a restarted node's own Redis is empty."""
+    manifest = wait_until(lambda: store.manifest(namespace), OPENED_S, "the index to have the manifest")
+    assert manifest is not None
+    return manifest
 
 
 def objects_by_kind(control: str, views: list[dict[str, object]]) -> dict[int, list[Key]]:
@@ -13,8 +23,7 @@ def objects_by_kind(control: str, views: list[dict[str, object]]) -> dict[int, l
     """
     [name] = {str(view["namespace"]) for view in views}
     with KVStore(control, transfer="shm") as store:
-        manifest = store.manifest(Namespace(bytes.fromhex(name)))
-    assert manifest is not None, "the index has lost the namespace"
+        manifest = _manifest(store, Namespace(bytes.fromhex(name)))
     keys = [Key(bytes.fromhex(str(view["key"]))) for view in views]
     pieces = {
         chunk_key(parent, (), [("kind", kind.name, number)]): number
@@ -33,9 +42,7 @@ def flip(control: str, pid: int, namespace: Namespace, keys: list[Key]) -> None:
         KVStore(control, transfer="shm") as store,
         Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory,
     ):
-        manifest = store.manifest(namespace)
-        assert manifest is not None, "the index has lost the namespace"
-        store.open(manifest)
+        store.open(_manifest(store, namespace))
         for key in keys:
             promise = store._loop.run(store._client.acquire(namespace, [key], 5.0))
             answer, address = promise.copies[0].answer, promise.copies[0].address
@@ -52,16 +59,12 @@ def flip(control: str, pid: int, namespace: Namespace, keys: list[Key]) -> None:
 def drop(control: str, namespace: Namespace, keys: list[Key]) -> None:
     """Has the node forget these objects."""
     with KVStore(control, transfer="shm") as store:
-        manifest = store.manifest(namespace)
-        assert manifest is not None, "the index has lost the namespace"
-        store.open(manifest)
+        store.open(_manifest(store, namespace))
         store.drop(namespace, keys)
 
 
 def promote(control: str, namespace: Namespace, keys: list[Key]) -> None:
     """Has the node bring these objects from NVMe into its memory."""
     with KVStore(control, transfer="shm") as store:
-        manifest = store.manifest(namespace)
-        assert manifest is not None, "the index has lost the namespace"
-        store.open(manifest)
+        store.open(_manifest(store, namespace))
         store._loop.run(store._client.prefetch(namespace, keys))

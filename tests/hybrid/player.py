@@ -218,6 +218,7 @@ class Player:
 
     def warm(self, kind: int) -> None:
         """The objects of one kind are brought into the memory of a node that has all of them on NVMe."""
+        self.generate([UNRELATED])  # with its first step an engine opens its namespace
         views = self.node.objects()
         namespace = Namespace(bytes.fromhex(str(views[0]["namespace"])))
         keys = objects_by_kind(self.node.control, views)[kind]
