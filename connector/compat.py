@@ -277,10 +277,11 @@ def model_facts(vllm_config: Any) -> ModelFacts:
         return facts
     load = drafts.draft_load_config or vllm_config.load_config
     of_drafts = _facts_of(drafts.draft_model_config, load, vllm_config.parallel_config)
+    own_dtype = drafts.kv_cache_dtype != vllm_config.cache_config.cache_dtype
     method = {
         "method": drafts.method,
         "parallel_drafting": drafts.parallel_drafting,
-        "kv_cache_dtype": drafts.kv_cache_dtype or vllm_config.cache_config.cache_dtype,
+        "kv_cache_dtype": drafts.kv_cache_dtype if own_dtype else None,
     }
     return replace(facts, drafts=replace(of_drafts, engine={**of_drafts.engine, **method}))
 
