@@ -43,7 +43,8 @@ READ = {
     "vllm.config.multimodal.MultiModalConfig": "mm_processor_kwargs video_pruning_rate",
     "vllm.config.parallel.ParallelConfig": "decode_context_parallel_size pipeline_parallel_size "
     "prefill_context_parallel_size tensor_parallel_size world_size",
-    "vllm.config.speculative.SpeculativeConfig": "uses_draft_kv_cache",
+    "vllm.config.speculative.SpeculativeConfig": "draft_load_config draft_model_config draft_parallel_config "
+    "kv_cache_dtype method parallel_drafting uses_draft_kv_cache",
     "vllm.config.vllm.VllmConfig": "cache_config compilation_config load_config model_config parallel_config "
     "speculative_config",
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_hash is_null ref_cnt",
