@@ -7,8 +7,8 @@ token. At the end: every request is over; no lease, reservation, reference, job 
 Mutants of the connector that were tried and are caught: an answer that nobody wants keeps its lease; a lease goes
 when its load begins, or never; a failed load is not remembered; a load, or a save, that is not reported stays;
 references are not taken, or not given back; an idle engine sleeps with its saves; requests are not forgotten; the
-salt, or the embeddings, are not in the key; a readmitted request counts again; reports are counted and not their
-ranks, of loads or of saves.
+salt, or the embeddings, are not in the key; a readmitted request counts again. (Reports that are counted and not
+their ranks: test_ranks.py.)
 """
 
 import os

@@ -3,8 +3,6 @@
 The drafts of the first engine are made by a copy of its own model, so nearly every one is accepted as long as the
 draft layers' KV is what it should be. An EAGLE head of random weights is never right: of it only the path is tested.
 Drafts from n-grams have no KV, so engines with and without them share.
-
-Mutant that was tried and is caught: draft layers are not written by loads.
 """
 
 import contextlib
