@@ -60,7 +60,9 @@ ROWS = {
         "layers whose tiles differ in kind are not supported: {}",
         "layers of different block size, dtype or kind are not supported yet",
     ),
-    "MLA on CPU": ("MLA on CPU is not supported: without AMX, prefill after a hit is wrong in vLLM",),
+    "MLA on CPU with AMX, or with speculative decoding": (
+        "speculative decoding with MLA on CPU is not supported yet",
+    ),
     "kernel blocks smaller than `--block-size` on CPU": (
         "kernel blocks smaller than --block-size are not supported on CPU",
     ),
