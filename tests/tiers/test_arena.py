@@ -58,7 +58,7 @@ def test_addresses_of_an_earlier_arena_are_not_met_again() -> None:
 def test_it_is_mapped_where_it_says(arena: Arena) -> None:
     lines = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line for line in lines if "kvstore-arena" in line]
-    assert [int(line.split("-")[0], 16) for line in mapped] == [arena.address]
+    assert [int(line.split("-")[0], 16) for line in mapped].count(arena.address) == 1
 
 
 def test_nobody_can_shrink_it(arena: Arena) -> None:
