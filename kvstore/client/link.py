@@ -99,7 +99,8 @@ class Link:
 
     def _expect_late(self, request_id: int, future: "asyncio.Future[Reply]", on_late: OnLate) -> None:
         if future.done() and not future.cancelled() and future.exception() is None:
-            on_late(future.result())  # it came in the same turn of the loop as the cancellation
+            # It came in the same turn of the loop as the cancellation: told when the caller has really gone.
+            self._loop.call_soon(on_late, future.result())
             return
         self._late[request_id] = on_late
         if len(self._late) > LATE_REPLIES_MAX:

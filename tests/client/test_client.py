@@ -383,6 +383,25 @@ async def test_a_cancelled_reservation_is_given_back(nodes, client, monkeypatch)
     await wait_until_async(lambda: nodes[0].store.snapshot().reservations == 0)
 
 
+async def test_what_is_granted_in_the_turn_of_a_cancellation_is_given_back(
+    nodes, client, monkeypatch
+) -> None:
+    """Mutant: the reply is told while the caller still counts as one who asks."""
+    link = client._peers.local.control._link
+    receive = link._receive
+
+    def receive_and_cancel(frame: memoryview) -> None:
+        receive(frame)
+        reserving.cancel()
+
+    monkeypatch.setattr(link, "_receive", receive_and_cancel)
+    reserving = asyncio.create_task(client.reserve(NAMESPACE, items(KEYS), 30.0))
+    with pytest.raises(asyncio.CancelledError):
+        await reserving
+    assert nodes[0].store.snapshot().reservations > 0
+    await wait_until_async(lambda: nodes[0].store.snapshot().reservations == 0)
+
+
 async def test_a_late_grant_is_not_taken_back_from_who_asked_again(nodes, client, monkeypatch) -> None:
     """The node answers both Reserves at once, with one generation. Mutant: abort whatever comes too late: its pages
     would be free at once, while they are written."""
