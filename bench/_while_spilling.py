@@ -89,7 +89,9 @@ def _compare(
     spilled_bytes, seconds, cpu_s = 0, 0.0, 0.0
     with loop:
         client = loop.run(connect(node.control))
+        pull.send(2 * SLICE_S)  # so that it is not given up as the coldest
         loop.run(spill(client, table, 2 * SLICE_S))  # all of the arena is in use, and of the file's beginning
+        pull.recv()
         for _ in range(slices):
             pulls_ms, asks_ms = together(pull, ask)
             seen.idle_pull_ms.extend(pulls_ms)
