@@ -2,12 +2,13 @@
 
     lookup    scheduler half: from the question to the index' answer
     lease     scheduler half: from the question to the node's promise
-    read      worker half: waiting for Mooncake; what overlaps with verifying and scattering is not in it
+    read      worker half: waiting for Mooncake; what overlaps with verifying and scattering is not in it. By shared
+              memory: copying out of the arena, by two threads
     verify    worker half: hashing what came
     scatter   worker half: copying it into the engine's blocks
     load      worker half: all of a load, from its step to its report
 
-One JSON line per stage and occasion goes to the file that KVSTORE_BENCH_STAGES names.
+One JSON line per stage and occasion goes to the file that BENCH_STAGES names.
 """
 
 import json
@@ -28,7 +29,7 @@ STAGES = ("lookup", "lease", "read", "verify", "scatter", "load")
 @cache
 def _book() -> TextIO:
     """Open once, because opening takes as long as a small stage; a line at a time, at the end, whoever empties it."""
-    return open(os.environ["KVSTORE_BENCH_STAGES"], "a", buffering=1)
+    return open(os.environ["BENCH_STAGES"], "a", buffering=1)
 
 
 def note(stage: str, seconds: float) -> None:
@@ -48,6 +49,7 @@ class TimedConnector(KVStoreConnector):
         worker: Any = self._worker
         transfer, copies = worker._mover._transfer, worker._caches.copies  # noqa: SLF001 - a stopwatch looks inside
         transfer.wait = timed("read", transfer.wait)
+        transfer.by_hand = carried("read", transfer.by_hand)
         copies.scatter = timed("scatter", copies.scatter)
         module: Any = sys.modules[Mover.__module__]
         module.checksums = timed("verify", module.checksums)
@@ -69,6 +71,19 @@ def timed(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
             return call(*args, **kwargs)
         finally:
             note(stage, time.perf_counter() - began)
+
+    return measured
+
+
+def carried(stage: str, by_hand: Callable[..., Any]) -> Callable[..., Any]:
+    """Writes down how long each move of the copies that it makes takes."""
+
+    @wraps(by_hand)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        copy = by_hand(*args, **kwargs)
+        if copy is not None:
+            copy.move = timed(stage, copy.move)
+        return copy
 
     return measured
 

@@ -177,7 +177,7 @@ def start_reader(stack: ExitStack, node: Node, logs: Path, transfer: str) -> "Be
     config |= {"kv_connector": "TimedConnector", "kv_connector_module_path": "bench._timed"}
     config["kv_connector_extra_config"] |= {"save": False, "transfer": transfer, "load_policy": "always"}
     stages = logs / f"stages-{transfer}"
-    os.environ["KVSTORE_BENCH_STAGES"] = str(stages)
+    os.environ["BENCH_STAGES"] = str(stages)
     engine = Engine(transfer, model(), free_port(), logs, store=json.dumps(config), flags=FLAGS)
     stack.callback(engine.stop)
     return Bench(engine, stages)
