@@ -1,11 +1,12 @@
 """Raw Mooncake over loopback TCP, as a baseline: two processes that do nothing else.
 
     with RawMooncake(batch_bytes) as raw:
-        raw.put(segment_bytes)  # GB/s of one batch_transfer_sync_write of the batch in such segments
-        raw.get(segment_bytes)
+        raw.put(Way(segment_bytes, apart=False))  # GB/s of one batch_transfer_sync_write in such segments
+        raw.get(Way(segment_bytes, apart=True))  # each segment in a batch of its own, all at once, polled
 
 Both sides are processes of their own, so that the baseline neither shares threads with what is measured beside it nor
-is slowed down by it: its busy waiting counts against itself alone.
+is slowed down by it. Mooncake's synchronous call waits busily, which costs a core; segments apart are waited for
+asleep. Which is faster depends on how many cores are idle: a baseline at its best is the better of both.
 """
 
 import os
@@ -13,9 +14,18 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+
+POLL_S = 100e-6
+
+
+class Way(NamedTuple):
+    """How a batch is moved: in segments of this size, in one synchronous call or each by itself."""
+
+    segment_bytes: int
+    apart: bool
 
 
 class RawMooncake:
@@ -36,25 +46,25 @@ class RawMooncake:
     def __exit__(self, *_: object) -> None:
         self._processes.close()
 
-    def put(self, segment_bytes: int) -> float:
+    def put(self, way: Way) -> float:
         """GB/s of writing a batch."""
-        return self._batch_bytes / self._ask("write", segment_bytes, self._batch_bytes) / 1e9
+        return self._batch_bytes / self._ask("write", way, self._batch_bytes) / 1e9
 
-    def get(self, segment_bytes: int) -> float:
+    def get(self, way: Way) -> float:
         """GB/s of reading a batch."""
-        return self._batch_bytes / self._ask("read", segment_bytes, self._batch_bytes) / 1e9
+        return self._batch_bytes / self._ask("read", way, self._batch_bytes) / 1e9
 
     def put_one_s(self, size_bytes: int) -> float:
         """Seconds of writing one segment, alone."""
-        return self._ask("write", size_bytes, size_bytes)
+        return self._ask("write", Way(size_bytes, apart=False), size_bytes)
 
     def get_one_s(self, size_bytes: int) -> float:
         """Of reading one."""
-        return self._ask("read", size_bytes, size_bytes)
+        return self._ask("read", Way(size_bytes, apart=False), size_bytes)
 
-    def _ask(self, what: str, segment_bytes: int, total_bytes: int) -> float:
+    def _ask(self, what: str, way: Way, total_bytes: int) -> float:
         assert self._client.stdin and self._client.stdout
-        print(what, segment_bytes, total_bytes, file=self._client.stdin, flush=True)
+        print(what, way.segment_bytes, int(way.apart), total_bytes, file=self._client.stdin, flush=True)
         return float(self._client.stdout.readline())
 
     def _start(self, processes: ExitStack, *role: str) -> tuple[subprocess.Popen[str], str, str]:
@@ -86,15 +96,31 @@ def serve(batch_bytes: int, peer: str = "", remote: int = 0) -> None:
     assert engine.register_memory(local, batch_bytes) == 0
     print("ready", f"127.0.0.1:{engine.get_rpc_port()}", local, flush=True)
     for line in sys.stdin:
-        what, (size, total) = line.split()[0], map(int, line.split()[1:])
-        move = engine.batch_transfer_sync_write if what == "write" else engine.batch_transfer_sync_read
-        offsets = range(0, total, size)
-        pieces = [local + at for at in offsets], [remote + at for at in offsets], [size] * len(offsets)
+        what, (size, apart, total) = line.split()[0], map(int, line.split()[1:])
+        starts = range(0, total, size)
+        pieces = [local + at for at in starts], [remote + at for at in starts], [size] * len(starts)
         begin = time.perf_counter()
-        code = move(peer, *pieces)
-        seconds = time.perf_counter() - begin
-        assert code == 0, f"Mooncake answered {code}"
-        print(seconds, flush=True)
+        (move_apart if apart else move)(engine, what, peer, pieces)
+        print(time.perf_counter() - begin, flush=True)
+
+
+Pieces = tuple[list[int], list[int], list[int]]
+"""Addresses here, addresses there, sizes."""
+
+
+def move(engine: Any, what: str, peer: str, pieces: Pieces) -> None:
+    """In one synchronous call."""
+    call = engine.batch_transfer_sync_write if what == "write" else engine.batch_transfer_sync_read
+    assert call(peer, *pieces) == 0, "Mooncake failed"
+
+
+def move_apart(engine: Any, what: str, peer: str, pieces: Pieces) -> None:
+    """Each piece in a batch of its own, all under way at once, and sleeps between looking at them."""
+    start = engine.batch_transfer_async_write if what == "write" else engine.batch_transfer_async_read
+    for batch in [start(peer, *([one] for one in piece)) for piece in zip(*pieces, strict=True)]:
+        while (status := engine.transfer_check_status(batch)) == 0:
+            time.sleep(POLL_S)
+        assert status == 1, "Mooncake failed"
 
 
 if __name__ == "__main__":

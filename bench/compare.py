@@ -4,7 +4,7 @@
     shm       this store, bytes through the arena's shared memory, verified likewise
     mooncake  Mooncake Store (master, owner, client), as it ships: no checksums
     checked   Mooncake Store with its checksums
-    raw       Mooncake's Transfer Engine alone, one batch, the best segment size
+    raw       Mooncake's Transfer Engine alone, in the way and segment size that are fastest here
     redis     Redis as a store of blobs, over loopback TCP
     memcpy    a copy in memory: what no store can beat
 
@@ -38,7 +38,8 @@ from bench.transfer import (
     OBJECT_BYTES,
     Bytes,
     Stack,
-    best_segment,
+    best_way,
+    said,
     timed,
 )
 from kvstore.client import KVStore
@@ -208,7 +209,7 @@ def main() -> int:
         server = stack.enter_context(RedisServer(folder))
         blobs = Redis(server, source, target)
         ours = {name: Ours(store, source, target) for name, store in stores.items()}
-        segments = best_segment(raw.put), best_segment(raw.get)
+        best = best_way(raw.put), best_way(raw.get)
         here = os.getpid()
         systems = {
             **{name: System(one.put, one.get, [here, node.pid]) for name, one in ours.items()},
@@ -216,9 +217,7 @@ def main() -> int:
                 name: System(partial(partial, peer.put), partial(partial, peer.get), peer.pids)
                 for name, peer in (("mooncake", plain), ("checked", checked))
             },
-            "raw": System(
-                lambda _: partial(raw.put, segments[0]), lambda _: partial(raw.get, segments[1]), raw.pids
-            ),
+            "raw": System(lambda _: partial(raw.put, best[0]), lambda _: partial(raw.get, best[1]), raw.pids),
             "redis": System(
                 partial(partial, blobs.put), partial(partial, blobs.get), [here, server.process.pid]
             ),
@@ -235,6 +234,7 @@ def main() -> int:
     for name, ratio in sorted(worst.items()):
         report.aim(name, ratio, aim_of(name), "x")
     report.note(f"aims are the worst of objects of {AIM_FROM_BYTES // MIB} MiB and more")
+    report.note(f"raw puts: {said(best[0])}; raw gets: {said(best[1])}")
     return finish_all((report, *others), arguments.json)
 
 
