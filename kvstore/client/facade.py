@@ -4,8 +4,10 @@ The async client runs on a thread of its own; bytes move in the caller's thread.
 given to `register` move without a copy on this side, others through staging.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -37,6 +39,8 @@ from kvstore.core import (
 from kvstore.index import Index
 from kvstore.transfer import Transfer
 from kvstore.wire import Committed, Exists, ReserveItem, Resident, WireExtents
+
+log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 STAGING_BYTES = 64 * limits.MIB
@@ -91,6 +95,7 @@ class KVStore:
         self._staging_bytes = staging_bytes
         self._manifests: dict[Namespace, Manifest] = {}
         self._registered: dict[int, Array] = {}
+        self._releases: set[Future[None]] = set()  # leases that are being given back
         config = ClientConfig(node=node, index_url=index_url, token=token, request_timeout_s=REQUEST_S)
         self._client = Client(config, index=index)
 
@@ -124,6 +129,7 @@ class KVStore:
         self._staging.close()
         if isinstance(self._given_transfer, str):
             self._transfer.close()
+        wait(self._releases, REQUEST_S)
         self._loop.run(self._client.close())
         self._loop.stop()
 
@@ -222,8 +228,19 @@ class KVStore:
                 for address, copies in _residents(came):
                     self._pull(promise.namespace, address, copies, arrays, out, _left_s(promise.expires_at))
         finally:
-            self._loop.run(self._client.release(promise))
+            self._release(promise)
         return arrays
+
+    def _release(self, promise: Promise) -> None:
+        """Gives a promise back. Nobody waits for the answer: what this client asks next is answered after it."""
+        release = self._loop.submit(self._client.release(promise))
+        self._releases.add(release)
+        release.add_done_callback(self._released)
+
+    def _released(self, release: "Future[None]") -> None:
+        self._releases.discard(release)
+        if not release.cancelled() and (error := release.exception()) is not None:
+            log.error("a lease was not given back: a bug of the client", exc_info=error)
 
     def _as_they_come(self, promise: Promise) -> Iterator[dict[int, Copy]]:
         """The copies in DRAM, then those from NVMe as they come. What has been used makes room for them."""
@@ -245,7 +262,7 @@ class KVStore:
     def exists(self, namespace: Namespace, key: Key) -> bool:
         """Whether the object would be promised now."""
         promise = self._loop.run(self._client.acquire(namespace, [key], 1.0))
-        self._loop.run(self._client.release(promise))
+        self._release(promise)
         return len(promise) == 1
 
     def drop(self, namespace: Namespace, keys: Sequence[Key]) -> None:

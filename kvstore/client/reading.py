@@ -129,7 +129,11 @@ class Reader:
             except TROUBLE:
                 return  # counted by the breaker; the lease's duration ends it
 
-        await asyncio.gather(*(tell(*group) for group in by_lease(promise.copies)))
+        groups = by_lease(promise.copies)
+        if len(groups) == 1:  # without a task of its own: it is sent before anything that is asked later
+            await tell(*groups[0])
+        else:
+            await asyncio.gather(*(tell(*group) for group in groups))
 
     async def suspect(self, namespace: Namespace, copy: Copy) -> bool:
         """See `Client.suspect`."""

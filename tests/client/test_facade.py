@@ -161,12 +161,25 @@ def test_the_first_arrays_are_filled_while_the_last_is_read(store, transfer, mon
     assert all(np.array_equal(target, array(depth)) for depth, target in enumerate(targets))
 
 
-def test_everything_is_given_back(store, node) -> None:
-    store.put_many(NAMESPACE, puts())
-    store.get_many(NAMESPACE, KEYS)
-    store.exists(NAMESPACE, KEYS[0])
-    snapshot = node.store.snapshot()
-    assert (snapshot.leases, snapshot.reservations) == (0, 0)
+def test_everything_is_given_back_before_what_is_asked_next(store, node) -> None:
+    """Mutants: the lease is left to its duration; a release is sent by a task that starts later."""
+    store.put_many(NAMESPACE, puts()[:3])
+    for _ in range(20):
+        assert all(one is not None for one in store.get_many(NAMESPACE, KEYS[:3]))
+        assert store.exists(NAMESPACE, KEYS[0])
+        store.drop(NAMESPACE, KEYS[3:])
+        assert node.store.snapshot().leases == 0
+    assert node.store.snapshot().reservations == 0
+
+
+def test_everything_is_given_back_before_the_end(node, network) -> None:
+    transfer = InProcessTransfer(network, "another")
+    with KVStore(node.address, transfer=transfer, staging_bytes=4 * OBJECT_BYTES) as store:
+        store.open(MANIFEST)
+        store.put_many(NAMESPACE, puts())
+        assert all(one is not None for one in store.get_many(NAMESPACE, KEYS))
+    transfer.close()
+    assert node.store.snapshot().leases == 0
 
 
 @pytest.mark.parametrize("fault", [Fault.REFUSE, Fault.FAIL])
