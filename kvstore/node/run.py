@@ -8,7 +8,7 @@ import signal
 from kvstore.core import KVStoreError
 from kvstore.node.assemble import Node, assemble
 from kvstore.node.garbage import keep_collections_short
-from kvstore.node.logs import start_logging
+from kvstore.node.logs import flush_logs, start_logging
 from kvstore.node.sections import Config
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ def run(config: Config) -> int:
     except Exception:
         log.exception("the node ends because of a bug of its own")
         return 1
+    finally:
+        flush_logs()
     return 0
 
 

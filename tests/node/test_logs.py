@@ -3,13 +3,16 @@
 import logging
 import os
 import re
+import time
 
 import pytest
 
 from kvstore.core import BadConfiguration, KVStoreError
-from kvstore.node.logs import OneLine, start_logging
+from kvstore.node.logs import FLUSH_S, LINES_WAITING_MAX, Background, OneLine, flush_logs, start_logging
 from kvstore.node.quiet import MOONCAKE_NOISE, without_noise
 from kvstore.node.sections import LogSection
+from tests.support.full_pipe import FullPipe
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -34,6 +37,7 @@ def test_an_event_is_one_line_even_with_a_traceback(root_logger, tmp_path) -> No
         raise ValueError("two\nlines")
     except ValueError:
         log.exception("request failed key=%s", "00ff")
+    flush_logs()
     _, line = file.read_text().splitlines()
     assert re.match(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z level=ERROR at=kvstore.store request failed key=00ff", line
@@ -59,21 +63,52 @@ def test_a_disk_that_fills_up_costs_lines_one_line_about_it_and_nothing_else(
     file, log = tmp_path / "node.log", logging.getLogger("kvstore.store")
     start_logging(LogSection(file=str(file)))
     log.warning("before")
+    flush_logs()
     file.rename(tmp_path / "node.log.1")
     file.symlink_to("/dev/full")
     for _ in range(3):
         log.warning("lost")
+    flush_logs()
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"kvstore: log.file: {file} cannot be written: No space left on device; make room")
     file.unlink()
     for _ in range(2):
         log.warning("after")
+    flush_logs()
     assert [text.partition(" at=")[2] for text in file.read_text().splitlines()] == [
         "kvstore.node.logs lines of this log were lost lines=3",
         "kvstore.store after",
         "kvstore.store after",
     ]
     assert capfd.readouterr().err == ""
+
+
+def test_a_log_that_cannot_be_written_stops_nobody(root_logger, tmp_path) -> None:
+    """A pipe that is full and that nobody reads. Mutants: handlers that write where the line is logged; a queue
+    without bound; an end that waits for ever; lines that are lost in silence."""
+    pipe = FullPipe(tmp_path / "pipe")
+    start_logging(LogSection(file=str(pipe.path)))
+    (handler,) = root_logger.handlers
+    assert isinstance(handler, Background)
+    pipe.fill()
+    log = logging.getLogger("kvstore.store")
+    log.warning("line 0")
+    wait_until(lambda: handler.waiting.empty() and handler.waiting.unfinished_tasks)  # it is being written
+    for number in range(1, LINES_WAITING_MAX + 4):
+        log.warning("line %d", number)
+    began_s = time.monotonic()
+    flush_logs()
+    assert time.monotonic() - began_s >= FLUSH_S
+    assert handler.waiting.unfinished_tasks == LINES_WAITING_MAX + 1, "something was written to a full pipe"
+    lines = pipe.read_until(f"line {LINES_WAITING_MAX}")
+    log.warning("afterwards")
+    lines += pipe.read_until("afterwards")
+    assert [line.partition(" at=")[2] for line in lines] == [
+        *(f"kvstore.store line {number}" for number in range(LINES_WAITING_MAX + 1)),
+        "kvstore.node.logs lines of this log were lost lines=3",
+        "kvstore.store afterwards",
+    ]
+    pipe.close()
 
 
 def test_times_are_utc() -> None:
