@@ -103,7 +103,7 @@ class NvmeSection:
     threads: int = setting(
         count(2, limits.NVME_THREADS_MAX),
         limits.NVME_THREADS_DEFAULT,
-        "Threads for its I/O, writes use all but one; 8 suit the latency of NVMe-oF.",
+        "Threads that read, and as many that write; 8 suit the latency of NVMe-oF.",
     )
     deadline_s: float = setting(
         SECONDS,

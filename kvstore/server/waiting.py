@@ -17,15 +17,15 @@ import msgspec
 from kvstore.core import MissReason
 from kvstore.server.parking import Parking
 from kvstore.store import Store
-from kvstore.wire import Acquire, ClientId, Filling, Miss, OnDisk, Pages, SentAnswer
+from kvstore.wire import Acquire, AcquireAnswer, ClientId, Filling, Miss, OnDisk, Pages, Resident
 
-Answers = tuple[SentAnswer, ...]
+Answers = tuple[AcquireAnswer, ...]
 
 
 def first_unpromised(answers: Answers) -> int | None:
     """Index of the first answer that is not a lease."""
     for index, answer in enumerate(answers):
-        if isinstance(answer, Filling | Miss):
+        if not isinstance(answer, Resident | OnDisk):
             return index
     return None
 

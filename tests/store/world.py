@@ -21,7 +21,6 @@ from kvstore.wire import (
     ReserveAnswer,
     ReserveItem,
 )
-from tests.support.answers import received
 
 PAGE_BYTES = 4096
 MANIFEST = Manifest(
@@ -116,7 +115,7 @@ class World:
     ) -> list[AcquireAnswer]:
         keys = tuple(map(key_of, names))
         request = Acquire(NAMESPACE, keys, lease_of(lease), duration_s, prefix=prefix)
-        answers = received(self.store.acquire(client, request))
+        answers = self.store.acquire(client, request)
         self.store.audit()
         return list(answers)
 

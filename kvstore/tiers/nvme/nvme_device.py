@@ -41,7 +41,7 @@ class NvmeConfig:
         path: block device or file.
         node: the name of this node; a device of another one is refused.
         catalogs: the folder of the LMDB catalogs.
-        threads: of the I/O pool, at least 2; writes use all but one.
+        threads: that read, and that write, at most; there is one more, so that neither keeps the other waiting.
         deadline_s: an I/O that takes longer means that the device is down.
         write_bytes_per_day: wear budget; 0: no bound.
         watch_s: between two looks at running I/O.
@@ -98,14 +98,13 @@ class NvmeDevice:
             on_found: called when the device was mounted, at the start or later: see `records`.
         """
         threads = config.threads
-        assert threads >= 2, "one thread of a device is kept for reads"
         self.config = config
         self.health = Health(self._tripped)
         self._open_device = open_device
         self._clock = clock
         self._random_bytes = random_bytes
         self._on_found = on_found
-        self._io = IoPool("nvme", threads, (threads, threads - 1, 1), clock)
+        self._io = IoPool("nvme", threads + 1, (threads, threads, 1), clock)
         self._hashing = IoPool("nvme-hash", 1, (1, 1, 1), clock)
         self._commits = IoPool("nvme-commit", 1, (1,), clock)
         self._wear = WearBudget(config.write_bytes_per_day, clock)

@@ -112,7 +112,6 @@ class Objects:
         self._health = health
         self._reads, self._writes, self._background = io.lanes
         self._verifying = dict(zip(io.lanes, hashing.lanes, strict=True))
-        self._threads = io.threads
         self._wear = wear
         self._kinds: dict[Namespace, ObjectKinds] = {}
         self._namespaces: dict[Namespace, Record] = {}  # their manifests are on the device, or in the queue
@@ -195,7 +194,7 @@ class Objects:
         """Writes memory to the record's pages and verifies it meanwhile; frees the pages when that fails."""
         failure = self._health.failure
         moved = self._pieces(record, memory)
-        writing = self._start(self.volume.write, moved, self._threads - 1, self._writes, failure)
+        writing = self._start(self.volume.write, moved, 1, self._writes, failure)  # many are put at once
         verifying = asyncio.ensure_future(self._verify(record, len(table), memory, self._writes))
         try:
             await self._ended([*writing, verifying])
@@ -295,7 +294,7 @@ class Objects:
     ) -> bytes:
         """Reads and verifies; returns the table."""
         finding = asyncio.ensure_future(wrap(self.volume.payload)(record, executor=lane))
-        reading = self._start(self.volume.read, self._pieces(record, memory), self._threads, lane, failure)
+        reading = self._start(self.volume.read, self._pieces(record, memory), lane.running_max, lane, failure)
         try:
             await self._ended([*reading, finding])
         except PagesFailed as error:

@@ -16,7 +16,7 @@ Blocking. `read`, `write` and `payload` may run in many threads at once, the res
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.core import Corrupt, Extent, KVStoreError
+from kvstore.core import Corrupt, Extent, KVStoreError, limits
 from kvstore.tiers.nvme.catalog import Catalog
 from kvstore.tiers.nvme.device import Device, DeviceDown, DeviceRefused, Pieces, aligned
 from kvstore.tiers.nvme.label import Label, read_label
@@ -97,11 +97,7 @@ class Volume:
         if any(record.extents for record, _ in puts):
             self.device.sync()
         self._catalog.begin(slots, freed)
-        for record, payload in puts:
-            data = encode(record, payload, self.label.uuid)
-            block = aligned(len(data))
-            block[:] = data
-            self.device.write(self.label.slot_offset(record.slots.start_page), [block])
+        self._write_records(puts)
         self._overwrite(record.slots for record in freed)
         self.device.sync()
         self._catalog.finish(puts, slots)
@@ -177,6 +173,21 @@ class Volume:
         data = aligned(count * SLOT_BYTES)
         self.device.read(self.label.slot_offset(start), [data])
         return decode(data, self.label.uuid, start)
+
+    def _write_records(self, puts: Sequence[Put]) -> None:
+        """Those in adjacent slots, as most of one commit are, with one I/O."""
+        written: list[tuple[int, bytearray]] = []  # the first slot of each I/O, and its bytes
+        for slots, data in sorted((put[0].slots, encode(*put, self.label.uuid)) for put in puts):
+            slot, before = written[-1] if written else (-1, bytearray())
+            adjoins = slot + len(before) // SLOT_BYTES == slots.start_page
+            if adjoins and len(before) < limits.NVME_IO_BYTES:
+                before += data
+            else:
+                written.append((slots.start_page, bytearray(data)))
+        for slot, adjacent in written:
+            block = aligned(len(adjacent))
+            block[:] = adjacent
+            self.device.write(self.label.slot_offset(slot), [block])
 
     def _overwrite(self, slots: Iterable[Extent]) -> None:
         """The first slot is enough: without its head a record is none."""
