@@ -1,30 +1,44 @@
 """Python's cyclic garbage collector, kept from stopping the control loop.
 
 A full collection looks at every container there is. With 100,000 objects in the store that is hundreds of
-milliseconds, in which no request is answered, and it would come every few thousand reservations. What it could
-find is next to nothing: what the store holds has no cycles and goes by reference counts, and what requests
-leave behind is young, so the collections of young generations find it.
+milliseconds, in which no request is answered. What it could find is next to nothing: what the store holds has no
+cycles and goes by reference counts, and what requests leave behind is young, so the collections of young generations
+find it.
+
+Python collects when so many more containers were made than freed. A store that is full frees one for each that it
+makes: then nothing seems to happen, for minutes, and the young generation grows to hundreds of thousands, for
+one collection of a tenth of a second. So young ones are collected by the clock.
 """
 
+import asyncio
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 
-YOUNG_ALLOCATIONS = 5_000  # more containers than freed ones, between two collections of the youngest
-MIDDLE_EVERY = 5  # of these: 25,000 containers to look at, some milliseconds
-FULL_EVERY = 1_000_000
+YOUNG_S = 0.05  # from one collection to the next: at full speed half a millisecond each
+MIDDLE_CONTAINERS = 5_000  # survivors that are looked at once more before they are left alone: a millisecond
+MIDDLE_ROUNDS = (
+    200  # of the young, until those are looked at however few they are: connections may live for seconds
+)
 
 
-def keep_collections_short() -> None:
-    """From now on only young containers are looked at; what is there already is left alone for good."""
+async def collect_the_young() -> None:
+    """Until cancelled only young containers are looked at; what is there already is left alone for good."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_ALLOCATIONS, MIDDLE_EVERY, FULL_EVERY)
+    with without_collections():
+        for rounds in count(1):
+            await asyncio.sleep(YOUNG_S)
+            gc.collect(0)
+            if rounds % MIDDLE_ROUNDS == 0 or len(gc.get_objects(generation=1)) > MIDDLE_CONTAINERS:
+                await asyncio.sleep(0)
+                gc.collect(1)
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """For a start, which only makes things that stay: collections would look at all of them again and again."""
+    """No collection happens by itself: for a start, which only makes things that stay."""
     gc.disable()
     try:
         yield

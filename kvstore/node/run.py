@@ -7,7 +7,7 @@ import signal
 
 from kvstore.core import KVStoreError
 from kvstore.node.assemble import Node, assemble
-from kvstore.node.garbage import keep_collections_short
+from kvstore.node.garbage import collect_the_young
 from kvstore.node.logs import flush_logs, start_logging
 from kvstore.node.sections import Config
 
@@ -43,7 +43,7 @@ async def _run(config: Config) -> None:
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop)
     async with assemble(config) as node, asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(work, name=name) for name, work in node.background.items()]
-        keep_collections_short()
+        background.append(tasks.create_task(collect_the_young(), name="garbage"))
         starting = tasks.create_task(_be_ready(node))
         await stop.wait()
         starting.cancel()
