@@ -24,10 +24,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
-    def observe(self, value: float) -> None:
-        """Adds one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        """Adds one value, or the same some times over."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += times * value
 
     def freeze(self) -> FrozenHistogram:
         """A copy that does not change any more."""

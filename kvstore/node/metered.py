@@ -1,46 +1,37 @@
 """A store that also counts what goes through it: refusals by reason, and how long pushes and pulls take.
 
 The node does not move the bytes, so a push is what lies between a grant and its commit, a pull what lies
-between a lease and its release (a reader that gives up looks the same from here). What is never committed
-or released is forgotten in time.
+between a lease and the release of its objects (a reader that gives up looks the same from here). What is never
+committed is forgotten in time.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
 
 from kvstore.admin import MOTION_BOUNDS_S, Histogram, Motion
-from kvstore.core import Key, MissReason, Namespace, limits
+from kvstore.core import MissReason, Namespace, limits
 from kvstore.policy import Policy
-from kvstore.store import Job, Spill, Store, Tiering
+from kvstore.store import GivenBack, Job, Spill, Store, Tiering
 from kvstore.wire import (
-    Acquire,
-    AcquireAnswer,
     ClientId,
     CommitAnswer,
     CommitItem,
     Committed,
     Generation,
     Granted,
-    LeaseId,
-    OnDisk,
     Refused,
     Release,
     ReserveAnswer,
     ReserveItem,
-    Resident,
 )
 
 UNDER_WAY_MAX = 65_536
-PROMISED = (Resident, OnDisk)
-LEASES_MAX = 4_096
 
 
 class Meter:
     """What has moved in one direction, and how long that took."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._objects = 0
         self._bytes = 0
         self._seconds = Histogram(MOTION_BOUNDS_S)
@@ -51,16 +42,21 @@ class Meter:
 
     def moved(self, size_bytes: int, seconds: float) -> None:
         """An object has moved, in so many seconds."""
-        self._objects += 1
-        self._bytes += size_bytes
-        self._seconds.observe(seconds)
+        self.moved_together((size_bytes,), seconds)
+
+    def moved_together(self, sizes_bytes: Sequence[int], seconds: float) -> None:
+        """Objects have moved, all in the same seconds."""
+        self._objects += len(sizes_bytes)
+        self._bytes += sum(sizes_bytes)
+        self._seconds.observe(seconds, len(sizes_bytes))
 
 
 class Pushes(Meter):
     """Objects between grant and commit, by generation; at most `UNDER_WAY_MAX` are remembered."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(clock)
+        super().__init__()
+        self._clock = clock
         self._under_way: OrderedDict[Generation, tuple[float, int]] = OrderedDict()  # when it began, size
 
     def begin(self, granted: Iterable[tuple[Generation, int]]) -> None:
@@ -77,39 +73,6 @@ class Pushes(Meter):
         for generation in committed:
             if (begun := self._under_way.pop(generation, None)) is not None:
                 self.moved(begun[1], now_s - begun[0])
-
-
-class Pulls(Meter):
-    """Objects between lease and release, by lease; at most `LEASES_MAX` leases are remembered."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(clock)
-        self._leases: OrderedDict[tuple[ClientId, LeaseId], dict[Key, tuple[float, AcquireAnswer]]] = (
-            OrderedDict()
-        )
-
-    def begin(
-        self, lease: tuple[ClientId, LeaseId], keys: Sequence[Key], answers: Sequence[AcquireAnswer]
-    ) -> None:
-        """Bytes of what was promised may move from now on. Fewer answers than keys: a prefix was cut short."""
-        under_way = dict(zip(keys, zip(repeat(self._clock()), answers, strict=False), strict=False))
-        earlier = self._leases.get(lease, {})
-        self._leases[lease] = under_way | {
-            key: begun for key, begun in earlier.items() if isinstance(begun[1], PROMISED)
-        }
-        if len(self._leases) > LEASES_MAX:
-            self._leases.popitem(last=False)
-
-    def end(self, lease: tuple[ClientId, LeaseId], keys: Sequence[Key]) -> None:
-        """They, or all of the lease, have moved. Nothing happens the second time."""
-        now_s = self._clock()
-        under_way = self._leases.get(lease, {})
-        for key in keys or list(under_way):
-            began_s, answer = under_way.pop(key, (now_s, None))
-            if isinstance(answer, PROMISED):
-                self.moved(answer.size_bytes, now_s - began_s)
-        if not under_way:
-            self._leases.pop(lease, None)
 
 
 class MeteredStore(Store):
@@ -134,9 +97,9 @@ class MeteredStore(Store):
         super().__init__(page_count, page_bytes, policy, clock, hold_s=hold_s, tiering=tiering)
         self._on_namespace = on_namespace
         self.pushes = Pushes(clock)
-        self.pulls = Pulls(clock)
-        self.spills = Meter(clock)
-        self.promotions = Meter(clock)
+        self.pulls = Meter()
+        self.spills = Meter()
+        self.promotions = Meter()
         self.refused: dict[MissReason, int] = {}
 
     def carried(self, job: Job, seconds: float) -> None:
@@ -171,13 +134,8 @@ class MeteredStore(Store):
         self.pushes.end(item.generation for item, answer in answered if isinstance(answer, Committed))
         return answers
 
-    def acquire(self, client: ClientId, request: Acquire) -> tuple[AcquireAnswer, ...]:
-        """See `Store.acquire`."""
-        answers = super().acquire(client, request)
-        self.pulls.begin((client, request.lease), request.keys, answers)
-        return answers
-
-    def release(self, client: ClientId, request: Release) -> None:
+    def release(self, client: ClientId, request: Release) -> GivenBack:
         """See `Store.release`."""
-        super().release(client, request)
-        self.pulls.end((client, request.lease), request.keys)
+        given_back = super().release(client, request)
+        self.pulls.moved_together(given_back.sizes_bytes, given_back.leased_s)
+        return given_back

@@ -6,18 +6,19 @@ parks it. What a handler raises becomes a `Failed` there.
 
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
 from kvstore.core import MissReason, Namespace, limits
 from kvstore.server.parking import Parking
-from kvstore.server.waiting import acquire_waiting, first_to_come, pages_waiting, worth_waiting
+from kvstore.server.waiting import Answers, acquire_waiting, first_to_come, pages_waiting, worth_waiting
 from kvstore.store import Store
 from kvstore.wire import (
     VERSIONS_SPOKEN,
     Abort,
     Acquire,
+    AcquireAnswer,
     Acquired,
     ClientId,
     Commit,
@@ -125,11 +126,11 @@ class Calls:
     def _acquire(self, client: ClientId, body: Acquire) -> Acquired | Later:
         answers = self._store.acquire(client, body)
         if not body.wait_s or not worth_waiting(answers) or not self._parking.has_room(client):
-            return Acquired(answers)
+            return acquired(answers)
         bounded = msgspec.structs.replace(body, wait_s=min(body.wait_s, limits.WAIT_S_MAX))
 
         async def later() -> Acquired:
-            return Acquired(
+            return acquired(
                 await acquire_waiting(self._store, self._parking, self._clock, client, bounded, answers)
             )
 
@@ -138,11 +139,11 @@ class Calls:
     def _pages(self, client: ClientId, body: Pages) -> Acquired | Later:
         answers = self._store.pages(client, body)
         if not body.wait_s or first_to_come(answers) is None or not self._parking.has_room(client):
-            return Acquired(answers)
+            return acquired(answers)
         bounded = msgspec.structs.replace(body, wait_s=min(body.wait_s, limits.WAIT_S_MAX))
 
         async def later() -> Acquired:
-            return Acquired(
+            return acquired(
                 await pages_waiting(self._store, self._parking, self._clock, client, bounded, answers)
             )
 
@@ -178,6 +179,11 @@ class Calls:
     def _drop(self, client: ClientId, body: Drop) -> Done:
         self._store.drop(client, body)
         return Done()
+
+
+def acquired(answers: Answers) -> Acquired:
+    """The reply with these answers: in its frame one that was prepared looks like the others."""
+    return Acquired(cast("tuple[AcquireAnswer, ...]", answers))
 
 
 def given_back(request: Request) -> Acquired:

@@ -17,15 +17,15 @@ import msgspec
 from kvstore.core import MissReason
 from kvstore.server.parking import Parking
 from kvstore.store import Store
-from kvstore.wire import Acquire, AcquireAnswer, ClientId, Filling, Miss, OnDisk, Pages, Resident
+from kvstore.wire import Acquire, ClientId, Filling, Miss, OnDisk, Pages, SentAnswer
 
-Answers = tuple[AcquireAnswer, ...]
+Answers = tuple[SentAnswer, ...]
 
 
 def first_unpromised(answers: Answers) -> int | None:
     """Index of the first answer that is not a lease."""
     for index, answer in enumerate(answers):
-        if not isinstance(answer, Resident | OnDisk):
+        if isinstance(answer, Filling | Miss):
             return index
     return None
 

@@ -7,7 +7,7 @@ only on NVMe takes none there until it is promoted; all leased objects together 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from kvstore.core import Key, limits
 from kvstore.store.clients import Client, Clients, within_share
@@ -161,12 +161,36 @@ class Leases:
         lease.objects[wanted.key] = wanted
         return True
 
-    def release(self, lease: Lease, keys: Iterable[Key]) -> None:
-        """Gives these keys back, the last first, so that parents are more recently used than children."""
+    def take_all(self, lease: Lease, wanted: Mapping[Key, Object]) -> None:
+        """Adds objects in DRAM to a lease that has none of these keys; the client's share allows all of it."""
+        leased = lease.client.leased
+        own_pages = new_pages = 0
+        for each in wanted.values():
+            own = leased.get(each, 0)
+            leased[each] = own + 1
+            pages = each.pages
+            if not own:
+                own_pages += pages
+            if not each.leases:
+                new_pages += pages
+                each.leased_on_disk = False
+            each.leases += 1
+        lease.client.leased_pages += own_pages
+        self.leased_pages += new_pages
+        lease.objects.update(wanted)
+
+    def release(self, lease: Lease, keys: Iterable[Key]) -> list[int]:
+        """Gives these keys back, the last first, so that parents are more recently used than children.
+
+        Returns the sizes of their objects.
+        """
+        sizes_bytes = []
         for key in reversed(list(keys)):
             released = lease.objects.pop(key, None)
             if released is not None:
                 self._untake(lease.client, released)
+                sizes_bytes.append(released.size_bytes)
+        return sizes_bytes
 
     def end(self, lease: Lease) -> None:
         """Gives all back."""

@@ -8,7 +8,7 @@ tells those who watch. Calls that tell are the last thing of a change, so callba
 from collections import Counter
 from collections.abc import Callable, Container, Hashable
 
-from kvstore.core import Event, Key, MissReason, Namespace, State, Tier, limits, seal
+from kvstore.core import Event, Key, MissReason, Namespace, State, Tier, limits
 from kvstore.policy import Policy, PrefixLru
 from kvstore.store.clients import Client
 from kvstore.store.dram import Dram
@@ -18,7 +18,6 @@ from kvstore.store.recent import Recent
 from kvstore.store.snapshot import Totals
 from kvstore.store.watches import Watches
 from kvstore.tiers import NewObject, Record
-from kvstore.wire import Resident
 
 
 def _ignore(_: Key) -> None:
@@ -69,8 +68,7 @@ class Listing:
 
     def publish(self, filled: Object, table: bytes) -> None:
         """The object may be read from now on."""
-        filled.table = table
-        filled.resident = Resident(filled.generation, filled.in_dram.extents, filled.size_bytes, seal(table))
+        filled.readable_from_now_on(table)
         self.dram.commit(filled)
         self.lost.discard(filled.key)
         self.on_dirty(filled.key)
@@ -191,6 +189,9 @@ class Listing:
             filling = listed.dram is not None and listed.dram.state is State.FILLING and listed.job is None
             assert filling == (listed.reservation is not None), "an object is filling without a reservation"
             assert listed.dram is not None or listed.nvme is not None, "a listed object is nowhere"
+            assert (listed.resident is not None) == listed.is_readable, (
+                "readers are told of what is not to be read"
+            )
         per_namespace = Counter(listed.namespace for listed in self.objects.values())
         assert all(opened.num_objects == count for opened, count in per_namespace.items()), (
             "the objects of a namespace are miscounted"

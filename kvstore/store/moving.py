@@ -15,7 +15,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import NamedTuple
 
-from kvstore.core import Key, MissReason, State, limits, seal
+from kvstore.core import Key, MissReason, State, limits
 from kvstore.store.clients import Client
 from kvstore.store.dram import Fate
 from kvstore.store.leases import Leases
@@ -23,7 +23,6 @@ from kvstore.store.listing import Listing
 from kvstore.store.nvme import Disks
 from kvstore.store.objects import Job, Object, OnDevice, Promotion, Spill
 from kvstore.tiers import Refusal
-from kvstore.wire import Resident
 
 
 class SpillMode(StrEnum):
@@ -319,9 +318,8 @@ class Moving:
         self._bytes_per_s += limits.PROMOTE_RATE_WEIGHT * (
             self._concurrent_bytes(moved) / took_s - self._bytes_per_s
         )
-        moved.table = table
         moved.failure = None
-        moved.resident = Resident(moved.generation, job.extents, moved.size_bytes, seal(table))
+        moved.readable_from_now_on(table)
         self._listing.totals.promoted += 1
         self._listing.totals.promoted_bytes += moved.size_bytes
         self._listing.promoted(moved)

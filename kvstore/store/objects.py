@@ -8,11 +8,11 @@ key may be stored anew, and lives on for as long as leases or a verification nee
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple, Protocol
 
-from kvstore.core import Event, Extents, Key, MissReason, Namespace, State, Tier, step
+from kvstore.core import Event, Extents, Key, MissReason, Namespace, State, Tier, seal, step
 from kvstore.store.clients import Client
 from kvstore.store.namespaces import OpenNamespace
 from kvstore.tiers import Record
-from kvstore.wire import ClientId, Generation, LeaseId, Resident
+from kvstore.wire import ClientId, Generation, LeaseId, Prepared, Resident, prepare
 
 
 class Disk(Protocol):
@@ -171,9 +171,7 @@ class Object:
         self.pages = namespace.pages_of(size_bytes)  # in DRAM
         self.generation = Generation(b"")
         self.table = b""
-        self.resident: Resident | None = (
-            None  # what its readers are told, sealed; while it can be read in DRAM
-        )
+        self.resident: Prepared | None = None  # what readers are told, sealed; while it can be read in DRAM
         self.dram: Copy | None = None
         self.nvme: OnDevice | None = None
         self.job: Job | None = None
@@ -211,6 +209,15 @@ class Object:
     def is_readable(self) -> bool:
         """Whether its copy in DRAM may be promised and read."""
         return self.dram is not None and self.dram.state in (State.READY, State.MOVING)
+
+    def readable_from_now_on(self, table: bytes) -> None:
+        """Its copy in DRAM is full, and has this table."""
+        self.table = table
+        self.resident = prepare(self.told(seal(table)))
+
+    def told(self, proof: bytes) -> Resident:
+        """What its readers are told of its copy in DRAM, with its table or seal."""
+        return Resident(self.generation, self.in_dram.extents, self.size_bytes, proof)
 
     @property
     def is_on_disk(self) -> bool:

@@ -38,7 +38,7 @@ from kvstore.store.moving import Moving, Tiering
 from kvstore.store.namespaces import Namespaces
 from kvstore.store.nvme import NoDisks
 from kvstore.store.objects import Disk, Job, Spill
-from kvstore.store.reading import Check, Reading
+from kvstore.store.reading import Check, GivenBack, Reading
 from kvstore.store.reports import ReportLog, Reports
 from kvstore.store.snapshot import ObjectView, Snapshot
 from kvstore.store.usage import tiers_in_use
@@ -46,7 +46,6 @@ from kvstore.store.writing import Writing
 from kvstore.tiers import NewObject, Record
 from kvstore.wire import (
     Acquire,
-    AcquireAnswer,
     ClientId,
     CommitAnswer,
     CommitItem,
@@ -59,6 +58,7 @@ from kvstore.wire import (
     Report,
     ReserveAnswer,
     ReserveItem,
+    SentAnswer,
     Suspect,
 )
 
@@ -167,7 +167,7 @@ class Store:
 
     # --- readers ------------------------------------------------------------------------------------
 
-    def acquire(self, client: ClientId, request: Acquire) -> tuple[AcquireAnswer, ...]:
+    def acquire(self, client: ClientId, request: Acquire) -> tuple[SentAnswer, ...]:
         """Leases the copies of a chain's keys. Never parks: `wait_s` is the caller's business, see `watch`.
 
         A lease that exists is added to and prolonged. With `prefix` the answers end with the first key
@@ -181,9 +181,7 @@ class Store:
         now_s = self._clock()
         return self._reading.acquire(self._clients.spoke(client, now_s), opened, request, now_s)
 
-    def pages(
-        self, client: ClientId, request: Pages, since_s: float | None = None
-    ) -> tuple[AcquireAnswer, ...]:
+    def pages(self, client: ClientId, request: Pages, since_s: float | None = None) -> tuple[SentAnswer, ...]:
         """Where the leased copies are now; Miss(expired) for what this lease does not have (any more).
 
         What is on NVMe only is promoted, in the order asked, as room allows: OnDisk until it is there, or a
@@ -211,14 +209,14 @@ class Store:
         duration_s = _duration(request.duration_s)
         return self._reading.renew(self._clients.spoke(client, now_s), request.lease, now_s, duration_s)
 
-    def release(self, client: ClientId, request: Release) -> None:
+    def release(self, client: ClientId, request: Release) -> GivenBack:
         """Ends a lease for these keys, or for all. `cold`: first to be evicted unless others use them.
 
         Raises:
             Overloaded
         """
         now_s = self._clock()
-        self._reading.release(self._clients.spoke(client, now_s), request, now_s)
+        return self._reading.release(self._clients.spoke(client, now_s), request, now_s)
 
     def prefetch(self, client: ClientId, request: Prefetch) -> None:
         """A hint: these keys are not the next to be evicted, and are promoted if there is room.

@@ -1,6 +1,6 @@
 """Control messages and their versions, pure: bytes in, messages out."""
 
-from kvstore.wire.codec import ReplyEncoder, decode_envelope, decode_reply, decode_request, encode
+from kvstore.wire.codec import ReplyEncoder, decode_envelope, decode_reply, decode_request, encode, prepare
 from kvstore.wire.messages import (
     VERSION,
     VERSIONS_SPOKEN,
@@ -34,6 +34,7 @@ from kvstore.wire.messages import (
     OnDisk,
     Pages,
     Prefetch,
+    Prepared,
     Refused,
     Release,
     Renew,
@@ -48,6 +49,7 @@ from kvstore.wire.messages import (
     Reserved,
     ReserveItem,
     Resident,
+    SentAnswer,
     Stale,
     Suspect,
     Verdict,
@@ -86,6 +88,7 @@ __all__ = [
     "OnDisk",
     "Pages",
     "Prefetch",
+    "Prepared",
     "Refused",
     "Release",
     "Renew",
@@ -100,6 +103,7 @@ __all__ = [
     "ReserveItem",
     "Reserved",
     "Resident",
+    "SentAnswer",
     "Stale",
     "Suspect",
     "VERSION",
@@ -112,4 +116,5 @@ __all__ = [
     "decode_request",
     "ReplyEncoder",
     "encode",
+    "prepare",
 ]

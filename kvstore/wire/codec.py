@@ -6,7 +6,7 @@ The bounds stand in the types of `messages`, so one pass in C both decodes and c
 import msgspec
 
 from kvstore.core import BadRequest, limits
-from kvstore.wire.messages import Acquired, Envelope, Reply, Request
+from kvstore.wire.messages import Acquired, Envelope, Prepared, Reply, Request, Resident
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
@@ -25,6 +25,12 @@ LARGE_ANSWERS = (
 def encode(message: Request | Reply) -> bytes:
     """One frame."""
     return _encoder.encode(message)
+
+
+def prepare(answer: Resident) -> Prepared:
+    """The answer, encoded. Of a hundred thousand objects none is in a processor's cache: to follow what their answers
+    are made of takes several times as long as to copy bytes."""
+    return Prepared(_encoder.encode(answer))
 
 
 class ReplyEncoder:

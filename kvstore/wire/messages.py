@@ -281,6 +281,9 @@ class Miss(Message, frozen=True):
 ReserveAnswer = Granted | Exists | Busy | Refused
 CommitAnswer = Committed | Stale
 AcquireAnswer = Resident | OnDisk | Filling | Miss
+Prepared = msgspec.Raw
+"""A Resident as it stands in a frame: made once, and sent to every reader."""
+SentAnswer = AcquireAnswer | Prepared
 
 
 # --- replies ----------------------------------------------------------------------------------------

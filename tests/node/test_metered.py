@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.core import Key, Manifest, MissReason, limits
 from kvstore.node.heart import TICK_S, Heart
-from kvstore.node.metered import LEASES_MAX, UNDER_WAY_MAX, MeteredStore, Pulls, Pushes
+from kvstore.node.metered import UNDER_WAY_MAX, MeteredStore, Pushes
 from kvstore.policy import Lru
 from kvstore.wire import (
     Acquire,
@@ -16,7 +16,6 @@ from kvstore.wire import (
     Generation,
     Granted,
     LeaseId,
-    OnDisk,
     Refused,
     Release,
     ReserveItem,
@@ -111,19 +110,22 @@ def test_an_opened_namespace_is_passed_on(bench) -> None:
     assert bench.opened == [MANIFEST.encode()]
 
 
-def test_what_never_ends_is_forgotten() -> None:
-    pushes, pulls = Pushes(lambda: 0.0), Pulls(lambda: 0.0)
+def test_what_is_never_committed_is_forgotten() -> None:
+    pushes = Pushes(lambda: 0.0)
     for number in range(UNDER_WAY_MAX + 1):
         pushes.begin([(Generation(number.to_bytes(8, "big")), 1)])
-    for number in range(LEASES_MAX + 1):
-        pulls.begin(
-            (CLIENT, LeaseId(number.to_bytes(16, "big"))), [key(1)], [OnDisk(Generation(bytes(8)), 1, 0.0)]
-        )
     for number, counted in ((0, 0), (1, 1)):
         pushes.end([Generation(number.to_bytes(8, "big"))])
         assert pushes.freeze().objects == counted
-        pulls.end((CLIENT, LeaseId(number.to_bytes(16, "big"))), ())
-        assert pulls.freeze().objects == counted
+
+
+def test_what_is_not_given_back_is_no_pull(bench) -> None:
+    """Mutant: counted when it is promised, or when its lease has ended by itself."""
+    bench.commit(1, *bench.reserve(1))
+    bench.acquire(1)
+    bench.now_s = 61.0
+    bench.store.release(CLIENT, Release(LEASE))
+    assert bench.store.pulls.freeze().objects == 0
 
 
 async def test_the_heart_ticks_measures_and_publishes() -> None:

@@ -8,19 +8,20 @@ from kvstore.core import MissReason
 from kvstore.server.parking import Parking
 from kvstore.server.waiting import first_to_come, pages_waiting
 from kvstore.store import SpillMode
-from kvstore.wire import AcquireAnswer, Miss, OnDisk, Pages, Resident
+from kvstore.wire import AcquireAnswer, Miss, OnDisk, Pages, Resident, SentAnswer
 from tests.store.test_tiers import Tiers
 from tests.store.world import BOB, key_of, lease_of
+from tests.support.answers import received
 
 
 def asked(world: Tiers, names: str, wait_s: float) -> tuple[Pages, tuple[AcquireAnswer, ...]]:
     request = Pages(lease_of("lease"), tuple(map(key_of, names)), wait_s)
-    return request, world.store.pages(BOB, request)
+    return request, received(world.store.pages(BOB, request))
 
 
 def waiting(
     world: Tiers, parking: Parking, names: str, wait_s: float
-) -> "asyncio.Task[tuple[AcquireAnswer, ...]]":
+) -> "asyncio.Task[tuple[SentAnswer, ...]]":
     request, answers = asked(world, names, wait_s)
     work = pages_waiting(world.store, parking, lambda: world.now_s, BOB, request, answers)
     return asyncio.get_running_loop().create_task(work)

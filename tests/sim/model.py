@@ -14,7 +14,7 @@ device that fails, goes away and comes back. A promotion that was given up write
 from dataclasses import dataclass, field
 from random import Random
 
-from kvstore.core import Key, Manifest, MissReason, Tier, checksums, limits, pages_for
+from kvstore.core import Key, Manifest, MissReason, Tier, checksums, limits, pages_for, proves
 from kvstore.policy import PrefixLru
 from kvstore.store import Check, Promotion, SpillMode, Store, Tiering, TierUse, is_sound
 from kvstore.tiers import Arena
@@ -42,6 +42,7 @@ from kvstore.wire import (
     Stale,
     Suspect,
 )
+from tests.support.answers import received
 from tests.support.disks import Carrier, MemoryDisk, MemoryDisks
 
 PAGE_BYTES = 4096
@@ -66,6 +67,11 @@ PATHS = ["a", "ab", "abc", "abcd", "abx", "abxy", "p", "pq", "pqr", "s", "t", "u
 
 def key_of(path: str) -> Key:
     return Key(path.encode().ljust(32, b"."))
+
+
+def is_sealed(lease: int) -> bool:
+    """Whether the reader of this lease asks for seals: half of them do."""
+    return lease % 2 == 0
 
 
 @dataclass
@@ -381,9 +387,14 @@ class Sim:
         since_s = min((held.since_s for held in mine.values()), default=self.now_s)
         leased_pages = self.leased_pages_of(client)
         request = Acquire(
-            NAMESPACE, tuple(map(key_of, paths)), self.lease_id(name), duration_s, prefix=prefix
+            NAMESPACE,
+            tuple(map(key_of, paths)),
+            self.lease_id(name),
+            duration_s,
+            prefix=prefix,
+            sealed=is_sealed(name),
         )
-        answers = self.store.acquire(client.id, request)
+        answers = received(self.store.acquire(client.id, request))
         latest_s = since_s + limits.LEASE_S_MAX
         for held in mine.values():
             held.deadline_s = max(held.deadline_s, min(self.now_s + duration_s, latest_s))
@@ -457,8 +468,8 @@ class Sim:
             return
         commit = self.commits[held.generation]
         data = self.bytes_at(held.resident)
-        table = checksums(memoryview(data), GEOMETRY.runs(held.resident.size_bytes))
-        if table == held.resident.table:
+        runs = GEOMETRY.runs(held.resident.size_bytes)
+        if proves(held.resident.table, checksums(memoryview(data), runs), runs):
             assert data == commit.content, "wrong bytes under a right table"
         else:
             assert commit.flipped, "leased bytes have changed"
@@ -500,8 +511,8 @@ class Sim:
         alive = [held for held in self.leased if held.deadline_s > self.now_s]
         if alive:
             held = alive[which % len(alive)]
-            request = Pages(self.lease_id(held.name), (key_of(held.path),))
-            (answer,) = self.store.pages(held.client, request)
+            request = Pages(self.lease_id(held.name), (key_of(held.path),), sealed=is_sealed(held.name))
+            (answer,) = received(self.store.pages(held.client, request))
             self.check_leased(held, answer)
         self.settle()
 

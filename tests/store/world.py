@@ -21,6 +21,7 @@ from kvstore.wire import (
     ReserveAnswer,
     ReserveItem,
 )
+from tests.support.answers import received
 
 PAGE_BYTES = 4096
 MANIFEST = Manifest(
@@ -115,7 +116,7 @@ class World:
     ) -> list[AcquireAnswer]:
         keys = tuple(map(key_of, names))
         request = Acquire(NAMESPACE, keys, lease_of(lease), duration_s, prefix=prefix)
-        answers = self.store.acquire(client, request)
+        answers = received(self.store.acquire(client, request))
         self.store.audit()
         return list(answers)
 

@@ -15,7 +15,7 @@ from deploy.demo import node as demo
 from kvstore.cli import main
 from kvstore.core import Key
 from kvstore.store import Store
-from kvstore.wire import Acquire, AcquireAnswer, ClientId
+from kvstore.wire import Acquire, ClientId, SentAnswer
 from tests.support import node
 
 PROGRAM = (sys.executable, "-m", "tests.support.always_miss")
@@ -25,7 +25,7 @@ def never_hit() -> None:
     """From now on no store of this process hits."""
     really = Store.acquire
 
-    def acquire(self: Store, client: ClientId, request: Acquire) -> tuple[AcquireAnswer, ...]:
+    def acquire(self: Store, client: ClientId, request: Acquire) -> tuple[SentAnswer, ...]:
         strange = tuple(Key(bytes(byte ^ 0xFF for byte in key)) for key in request.keys)
         return really(self, client, msgspec.structs.replace(request, keys=strange))
 

@@ -14,6 +14,7 @@ import msgspec
 from kvstore.core import Key, MissReason
 from kvstore.store import Store
 from kvstore.wire import Acquire, AcquireAnswer, ClientId, Miss, OnDisk, Pages, Release, Resident
+from tests.support.answers import received
 from tests.support.control_node import ControlNode
 
 LOOK_S = 0.005
@@ -67,7 +68,7 @@ class DiskStore:
         return getattr(self._store, name)
 
     def acquire(self, client: ClientId, request: Acquire) -> tuple[AcquireAnswer, ...]:
-        answers = self._store.acquire(client, request)
+        answers = received(self._store.acquire(client, request))
         return tuple(self._disk.answer(*one) for one in zip(request.keys, answers, strict=False))
 
     def watch_leased(self, _: Sequence[Key], callback: Callable[[], None]) -> Callable[[], None]:
@@ -75,7 +76,7 @@ class DiskStore:
 
     def pages(self, client: ClientId, request: Pages, _: float | None = None) -> tuple[AcquireAnswer, ...]:
         self._disk.asked.append(request.keys)
-        answers = self._store.pages(client, msgspec.structs.replace(request, wait_s=0.0))
+        answers = received(self._store.pages(client, msgspec.structs.replace(request, wait_s=0.0)))
         return tuple(self._disk.promote(*one) for one in zip(request.keys, answers, strict=True))
 
     def release(self, client: ClientId, request: Release) -> None:
