@@ -10,8 +10,8 @@
 """
 
 from collections.abc import Sequence
-from operator import itemgetter
 from secrets import token_bytes
+from typing import cast
 
 from kvstore.client.address import NodeAddress
 from kvstore.client.peers import Peer
@@ -35,32 +35,34 @@ class Attempt:
         namespace: of the keys.
         keys: the chain.
         duration_s: of the leases.
-        holders: for each key the nodes that may hold it, in order of preference.
-        favourites: nodes that are used wherever they may hold a key.
     """
 
-    def __init__(
-        self,
-        namespace: Namespace,
-        keys: Sequence[Key],
-        duration_s: float,
-        holders: Sequence[Sequence[Peer]],
-        favourites: Sequence[Peer],
-    ) -> None:
+    def __init__(self, namespace: Namespace, keys: Sequence[Key], duration_s: float) -> None:
         self.namespace = namespace
         self.leases: dict[Peer, LeaseId] = {}
         self._keys = keys
         self._duration_s = duration_s
-        self._holders = of_each(holders, _usable)
-        self._favourites = favourites
+        self._holders: list[Sequence[Peer]] = [()] * len(keys)
+        self._favourites: Sequence[Peer] = ()
         self._out: dict[Peer, int] = {}  # who is not asked any more, for this index and later ones
         self._copies: list[Copy | None] = [None] * len(keys)
         self._reasons: dict[int, MissReason] = {}
 
+    def all_of(self, peer: Peer) -> Sequence[int]:
+        """The first round may ask one node for everything, before it is known who holds what."""
+        self._holders = [(peer,)] * len(self._keys)
+        self.leases[peer] = new_lease()
+        return range(len(self._keys))
+
     def know(self, known: int, holders: Sequence[Sequence[Peer]], favourites: Sequence[Peer]) -> None:
-        """Learns who holds the keys from `known` on, of which the first was already asked for in vain.
+        """Learns who holds the keys from `known` on, the first of which may have been asked for in vain.
 
         A node that lacks a key is asked for later ones all the same if it is said to hold them.
+
+        Args:
+            known: how many keys of the chain are promised.
+            holders: for each of the others the nodes that may hold it, in order of preference.
+            favourites: nodes that are used wherever they may hold a key.
         """
         lacking = {peer for peer, index in self._out.items() if index == known}
         self._out = {peer: index for peer, index in self._out.items() if peer not in lacking}
@@ -85,9 +87,17 @@ class Attempt:
 
     def request(self, peer: Peer, asked: Sequence[int], wait_s: float, sealed: bool) -> Acquire:
         """What asks a node for these keys."""
-        keys = itemgetter(*asked)(self._keys) if len(asked) > 1 else (self._keys[asked[0]],)
+        start, end = asked[0], asked[-1] + 1
+        neighbours = end - start == len(asked)
+        keys = self._keys[start:end] if neighbours else [self._keys[index] for index in asked]
         return Acquire(
-            self.namespace, keys, self.leases[peer], self._duration_s, wait_s, prefix=True, sealed=sealed
+            self.namespace,
+            tuple(keys),
+            self.leases[peer],
+            self._duration_s,
+            wait_s,
+            prefix=True,
+            sealed=sealed,
         )
 
     def answered(
@@ -116,7 +126,7 @@ class Attempt:
     def outcome(self) -> tuple[tuple[Copy, ...], MissReason | None]:
         """The promised prefix and why it ends there."""
         length = self.num_promised
-        copies = tuple(copy for copy in self._copies[:length] if copy is not None)
+        copies = tuple(cast("list[Copy]", self._copies[:length]))
         if length == len(self._keys):
             return copies, None
         return copies, self._reasons.get(length, MissReason.NEVER_STORED)

@@ -80,14 +80,14 @@ class Reader:
         The preferred node is asked first: it is near, and often holds all there is. The index is asked for the rest.
         """
         started = self._clock()
-        local = [self._peers.local]
-        attempt = Attempt(namespace, keys, duration_s, [local] * len(keys), local)
+        local = self._peers.local
+        attempt = Attempt(namespace, keys, duration_s)
         kept: Sequence[Copy] = ()
         located: Sequence[Sequence[Location]] | None = ()
         try:
-            at_once = local[0].breaker.closed and not (first or wait_s)
+            at_once = bool(keys) and local.breaker.closed and not (first or wait_s)
             if at_once:
-                await self._round(attempt, 0.0)
+                await self._ask(attempt, local, attempt.all_of(local), 0.0)
             if (known := attempt.num_promised) < len(keys):
                 located = await self._directory.locate(keys[known:])
                 attempt.know(known, *self._holders(keys[known:], located, first, at_once))
