@@ -248,7 +248,7 @@ def test_objects_on_disk_are_got_through_little_memory(threads, room) -> None:
         for depth, one in enumerate(got):
             assert one is not None and np.array_equal(one, array(depth))
         assert 0 < node.disk.most_in_dram <= room
-        assert node.store.snapshot().leases == 0
+        wait_until(lambda: node.store.snapshot().leases == 0, WAIT_S)
         node.disk.faults[keys[2]] = MissReason.DEVICE_DOWN
         assert [one is not None for one in kvstore.get_many(NAMESPACE, keys)] == [True, True, False, False]
     transfer.close()
