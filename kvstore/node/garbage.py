@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from itertools import count
 
 YOUNG_S = 0.05  # from one collection to the next: at full speed half a millisecond each
-MIDDLE_CONTAINERS = 5_000  # survivors that are looked at once more before they are left alone: a millisecond
+MIDDLE_CONTAINERS = 3_000  # survivors that are looked at once more before they are left alone: a millisecond
 MIDDLE_ROUNDS = (
     200  # of the young, until those are looked at however few they are: connections may live for seconds
 )

@@ -19,6 +19,8 @@ from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush, merge
 from itertools import chain
 
+import msgspec
+
 from kvstore.policy.base import Plan
 
 _Rank = tuple[bool, int, Hashable]
@@ -28,16 +30,13 @@ _Rank = tuple[bool, int, Hashable]
 _STALE_RECORDS_MIN = 1_024  # so many the heap may hold before it is cleaned
 
 
-class _Entry:
-    __slots__ = ("children", "cold", "exposed", "pages", "parent", "used")
-
-    def __init__(self, parent: Hashable, pages: int, used: int, *, cold: bool) -> None:
-        self.parent = parent
-        self.pages = pages
-        self.used = used
-        self.cold = cold
-        self.children = 0
-        self.exposed = 0  # the `used` of this entry's record in the heap, 0 when there is none
+class _Entry(msgspec.Struct, eq=False, gc=False):  # in no cycle: the collector need not look at it
+    parent: Hashable
+    pages: int
+    used: int
+    cold: bool
+    children: int = 0
+    exposed: int = 0  # the `used` of this entry's record in the heap, 0 when there is none
 
 
 class PrefixLru:

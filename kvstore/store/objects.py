@@ -8,6 +8,8 @@ key may be stored anew, and lives on for as long as leases or a verification nee
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from kvstore.core import Event, Extents, Key, MissReason, Namespace, State, Tier, seal, step
 from kvstore.store.clients import Client
 from kvstore.store.namespaces import OpenNamespace
@@ -56,14 +58,11 @@ class OnDevice(NamedTuple):
     record: Record
 
 
-class Copy:
+class Copy(msgspec.Struct, eq=False, gc=False):  # in no cycle: the collector need not look at it
     """A copy in DRAM."""
 
-    __slots__ = ("extents", "state")
-
-    def __init__(self, extents: Extents) -> None:
-        self.extents = extents
-        self.state = State.FILLING
+    extents: Extents
+    state: State = State.FILLING
 
     def advance(self, event: Event) -> None:
         """The next state of its life; an illegal one is our bug."""
