@@ -2,14 +2,11 @@
 
 A thread takes work from the first lane that has some and may run more; so reads go before writes, and a lane
 that may use all threads but one can never keep a read waiting for a thread. The threads are daemons: one that
-hangs in a dead device is lost, but does not keep the process from ending. They are `SCHED_BATCH`: whenever their
-I/O ends they are to run, but not to interrupt the control loop for it.
+hangs in a dead device is lost, but does not keep the process from ending.
 
 `oldest_s` is what a breaker looks at: a call that hangs cannot be cancelled, only noticed.
 """
 
-import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -90,8 +87,6 @@ class IoPool:
             self._changed.notify_all()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # a sandbox may forbid it; it is worth milliseconds of a busy loop
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0: this thread
         while True:
             with self._changed:
                 while (taken := self._take()) is None:
