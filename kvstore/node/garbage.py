@@ -17,10 +17,8 @@ from contextlib import contextmanager
 from itertools import count
 
 YOUNG_S = 0.05  # from one collection to the next: at full speed half a millisecond each
-MIDDLE_CONTAINERS = 3_000  # survivors that are looked at once more before they are left alone: a millisecond
-MIDDLE_ROUNDS = (
-    200  # of the young, until those are looked at however few they are: connections may live for seconds
-)
+MIDDLE_ROUNDS = 200  # of the young, until survivors are looked at once more: connections live for seconds
+MIDDLE_CONTAINERS = 3_000  # when there are more before that, objects are being stored: they are left alone
 
 
 async def collect_the_young() -> None:
@@ -31,9 +29,11 @@ async def collect_the_young() -> None:
         for rounds in count(1):
             await asyncio.sleep(YOUNG_S)
             gc.collect(0)
-            if rounds % MIDDLE_ROUNDS == 0 or len(gc.get_objects(generation=1)) > MIDDLE_CONTAINERS:
+            if rounds % MIDDLE_ROUNDS == 0:
                 await asyncio.sleep(0)
                 gc.collect(1)
+            elif len(gc.get_objects(generation=1)) > MIDDLE_CONTAINERS:
+                gc.freeze()
 
 
 @contextmanager
