@@ -20,6 +20,7 @@ from kvstore.core.keys import Extra, Key, chunk_key, encode_extras
 from kvstore.core.kinds import ObjectKinds
 from kvstore.core.life import LIFE, Event, State, Tier, step
 from kvstore.core.manifest import Kind, Manifest, Namespace, decode_manifest, differences, namespace_of
+from kvstore.core.queue import Link, Queue, unlink
 from kvstore.core.reasons import MissReason
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Key",
     "Kind",
     "LaneGroup",
+    "Link",
     "Manifest",
     "MissReason",
     "Namespace",
@@ -47,6 +49,7 @@ __all__ = [
     "Overloaded",
     "Part",
     "PeerLost",
+    "Queue",
     "Run",
     "Span",
     "State",
@@ -66,4 +69,5 @@ __all__ = [
     "select",
     "step",
     "table_bytes_of",
+    "unlink",
 ]

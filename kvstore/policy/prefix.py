@@ -14,13 +14,11 @@ A plan merges queue, heap, and the parents that its own victims expose. Leaves t
 are taken out of the order when a plan meets them; the touch that ends their lease puts them back.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush, merge
 from itertools import chain
 
-import msgspec
-
+from kvstore.core import Link, Queue, unlink
 from kvstore.policy.base import Plan
 
 _Rank = tuple[bool, int, Hashable]
@@ -30,7 +28,8 @@ _Rank = tuple[bool, int, Hashable]
 _STALE_RECORDS_MIN = 1_024  # so many the heap may hold before it is cleaned
 
 
-class _Entry(msgspec.Struct, eq=False, gc=False):  # in no cycle: the collector need not look at it
+class _Entry(Link, eq=False, gc=False):
+    name: Hashable
     parent: Hashable
     pages: int
     used: int
@@ -46,24 +45,24 @@ class PrefixLru:
         self._entries: dict[Hashable, _Entry] = {}
         self._orphans: dict[Hashable, int] = {}  # parent that is not held -> its held children
         self._uses = 0
-        self._cold: OrderedDict[Hashable, None] = OrderedDict()  # leaves, in order of use
-        self._warm: OrderedDict[Hashable, None] = OrderedDict()
+        self._cold: Queue[_Entry] = Queue()  # leaves, in order of use
+        self._warm: Queue[_Entry] = Queue()
         self._exposed: list[_Rank] = []  # heap of leaves that were parents, and of stale records
 
     def insert(self, entry: Hashable, parent: Hashable, pages: int, *, cold: bool) -> None:
         """See `Policy`."""
         assert entry not in self._entries, f"{entry!r} is held already"
         self._uses += 1
-        held = self._entries[entry] = _Entry(parent, pages, self._uses, cold=cold)
+        held = self._entries[entry] = _Entry(entry, parent, pages, self._uses, cold=cold)
         held.children = self._orphans.pop(entry, 0)
         above = self._entries.get(parent)
         if above is None:
             self._orphans[parent] = self._orphans.get(parent, 0) + 1
         else:
             above.children += 1
-            self._unqueue(parent, above)
+            unlink(above)
         if not held.children:
-            self._queue(cold=cold)[entry] = None
+            self._queue(cold=cold).append(held)
 
     def touch(self, entry: Hashable, *, cold: bool | None = None) -> None:
         """See `Policy`."""
@@ -73,14 +72,14 @@ class PrefixLru:
         if held.children:
             held.cold = held.cold if cold is None else cold
             return
-        self._unqueue(entry, held)
+        unlink(held)
         held.cold = held.cold if cold is None else cold
-        self._queue(cold=held.cold)[entry] = None
+        self._queue(cold=held.cold).append(held)
 
     def remove(self, entry: Hashable) -> None:
         """See `Policy`."""
         held = self._entries.pop(entry)
-        self._unqueue(entry, held)
+        unlink(held)
         if held.children:
             self._orphans[entry] = held.children
         above = self._entries.get(held.parent)
@@ -129,9 +128,8 @@ class PrefixLru:
         return Plan(tuple(victims), pages >= need_pages)
 
     def _queued(self) -> Iterator[_Rank]:
-        for entry in chain(self._cold, self._warm):
-            held = self._entries[entry]
-            yield not held.cold, held.used, entry
+        for held in chain(self._cold, self._warm):
+            yield not held.cold, held.used, held.name
 
     def _take_exposed(self, taken: list[_Rank]) -> Iterator[_Rank]:
         """Live records from the top of the heap on; what is taken off is noted in `taken`."""
@@ -155,7 +153,7 @@ class PrefixLru:
                 self._entries[rank[2]].exposed = rank[1]
                 heappush(self._exposed, rank)
         for entry in forbidden:
-            self._unqueue(entry, self._entries[entry])
+            unlink(self._entries[entry])
 
     def _expose(self, entry: Hashable, held: _Entry) -> None:
         held.exposed = held.used
@@ -167,8 +165,5 @@ class PrefixLru:
             heapify(live)
             self._exposed = live
 
-    def _queue(self, *, cold: bool) -> OrderedDict[Hashable, None]:
+    def _queue(self, *, cold: bool) -> Queue[_Entry]:
         return self._cold if cold else self._warm
-
-    def _unqueue(self, entry: Hashable, held: _Entry) -> None:
-        self._queue(cold=held.cold).pop(entry, None)
