@@ -12,10 +12,12 @@ hit an engine's own prefix cache is emptied. All answer in turns and must say th
 all engines with equally many threads. Prompts end 127 tokens after their last whole block, which all of them compute
 (of 1,800 tokens: 8). `above local` is what is left of a hit when that is taken away.
 
+A peer that does not find what it had stored is asked again, and how often that was is said; this store has to find it.
+
 The mixed requests are ten conversations of five turns, four at a time; between two turns an engine's own cache is
 emptied, as if another engine had had the turn before, so that all that was said comes from the store.
 
-    python bench/engines.py [--full] [--json]      eight minutes; --full: longer prompts, LMCache, half an hour
+    python bench/engines.py [--full] [--json]      eight minutes; --full: a longer prompt, LMCache, twenty
 """
 
 import json
@@ -41,7 +43,7 @@ MODEL = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 FLAGS = ("--max-model-len", "8192", "--kv-cache-memory-bytes", str(448 << 20))
 PLAIN_FLAGS = ("--max-model-len", "8192")  # a whole GiB: its own cache holds all conversations
 LENGTHS = (511, 1_800, 1_919)
-LENGTHS_FULL = (*LENGTHS, 3_711, 7_551)
+LENGTHS_FULL = (*LENGTHS, 3_711)
 AIM_LENGTH = 1_919
 COLD_IN_TURNS = (511, 1_919)  # the others are computed once
 BLOCK_TOKENS = 128  # vLLM's block size on CPU
@@ -49,6 +51,7 @@ LMCACHE_TOKENS = 256  # of its chunks
 BYTES_PER_TOKEN = 46_080  # of KV, SmolLM2 in fp32
 TOKENS, MIXED_TOKENS = 16, 8
 PUSH_S = 120.0
+PEER_TRIES = 4
 PAIRS, PAIRS_FULL = 7, 11
 CONVERSATIONS, TURNS, AT_ONCE = 10, 5, 4
 STORE_GIB = 2
@@ -62,6 +65,11 @@ class Store(NamedTuple):
     config: str | None
     env: Mapping[str, str] = {}
     unit_tokens: int = BLOCK_TOKENS
+    tries: int = PEER_TRIES
+
+
+class Missed(Wrong):
+    """A store did not find what it has."""
 
 
 def prompt_of(length: int) -> list[int]:
@@ -105,7 +113,7 @@ def ours(node: Node, transfer: str) -> Store:
     """This store."""
     config = json.loads(node.transfer_config)
     config["kv_connector_extra_config"] |= {"transfer": transfer, "load_policy": "always"}
-    return Store(json.dumps(config))
+    return Store(json.dumps(config), tries=1)
 
 
 class Bench:
@@ -113,14 +121,23 @@ class Bench:
 
     def __init__(self, engine: Engine, store: Store, said: dict[str, str]) -> None:
         self.engine = engine
-        self._unit_tokens = store.unit_tokens
+        self.missed = 0
+        self._store = store
         self._said = said
         self._salts = count()
 
     def pulled(self, length: int) -> float:
         """Seconds to the first token of a prompt that its store has."""
-        self.engine.forget_local_prefixes()
-        return self._ask(length, pulled=length // self._unit_tokens * self._unit_tokens, local=0)
+        unit_tokens = self._store.unit_tokens
+        for tries_left in reversed(range(self._store.tries)):
+            self.engine.forget_local_prefixes()
+            try:
+                return self._ask(length, pulled=length // unit_tokens * unit_tokens, local=0)
+            except Missed:
+                self.missed += 1
+                if not tries_left:
+                    raise
+        raise AssertionError("it is tried at least once")
 
     def local(self, length: int) -> float:
         """Of one that its own cache has."""
@@ -148,7 +165,7 @@ class Bench:
     def _ask(self, length: int, *, pulled: int, local: int, salt: str | None = None) -> float:
         answer = self.engine.ask(prompt_of(length), TOKENS, salt=salt)
         if (answer.pulled, answer.local) != (pulled, local):
-            raise Wrong(
+            raise (Missed if answer.pulled + answer.local < pulled else Wrong)(
                 f"{self.engine.name}, {length} tokens: {answer.pulled} pulled and {answer.local} local, "
                 f"not {pulled} and {local}"
             )
@@ -265,6 +282,9 @@ def main() -> int:
         for name in ("tcp", "shm", *others):
             report.note(f"first hit of the life of {name}: {benches[name].pulled(AIM_LENGTH):.2f} s")
         first_tokens(report, benches, lengths, PAIRS_FULL if arguments.full else PAIRS)
+        for name, bench in benches.items():
+            if bench.missed:
+                report.note(f"{name} did not find what it had stored {bench.missed} times; asked again")
         if not arguments.json:
             report.show_table()
         throughput = mixed(benches)
