@@ -12,7 +12,7 @@ hit an engine's own prefix cache is emptied. All answer in turns and must say th
 all engines with equally many threads. Prompts end 127 tokens after their last whole block, which all of them compute
 (of 1,800 tokens: 8). `above local` is what is left of a hit when that is taken away.
 
-A peer that does not find what it had stored is asked again, and how often that was is said; this store has to find it.
+A peer that does not find what it had stored is asked again, and how often is said; this store has to find it.
 
 The mixed requests are ten conversations of five turns, four at a time; between two turns an engine's own cache is
 emptied, as if another engine had had the turn before, so that all that was said comes from the store.
