@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
-YOUNG_S = 0.05  # from one collection to the next: at full speed half a millisecond each
-MIDDLE_ROUNDS = 200  # of the young, until survivors are looked at once more: connections live for seconds
+YOUNG_S = 0.01  # from one collection to the next: at full speed half a millisecond each
+MIDDLE_ROUNDS = 1_000  # of the young, until survivors are looked at once more: connections live for seconds
 MIDDLE_CONTAINERS = 3_000  # when there are more before that, objects are being stored: they are left alone
 
 
