@@ -61,7 +61,7 @@ LOW_WATER_SHARE = 0.05  # of the pages, kept free in the background
 
 # Slices of background work on the control loop
 EXPIRIES_PER_TICK_MAX = 1_024
-EVICTED_PAGES_PER_TICK_MAX = 64
+EVICTED_PAGES_PER_TICK_MAX = 32
 ADOPTED_PER_SLICE = 1_000  # objects that a device had when it was found
 PROMOTIONS_LOOKED_AT_MAX = 256  # of those that wait for room, whenever some comes
 

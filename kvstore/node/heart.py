@@ -6,7 +6,7 @@ from collections.abc import Callable
 from kvstore.admin import LAG_BOUNDS_S, Histogram
 
 TICK_S = 0.1
-SLICES_PER_TICK = 4  # of the store's background work; requests come in between
+SLICES_PER_TICK = 8  # of the store's background work; requests come in between
 TICKS_PER_VIEW = 5
 
 

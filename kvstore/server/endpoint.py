@@ -25,7 +25,7 @@ from kvstore.server.turns import Turns
 
 log = logging.getLogger(__name__)
 
-BUDGET_S = 0.005  # of the loop's time per wake-up; timers and other sockets get their turn
+BUDGET_S = 0.001  # of the loop's time per wake-up; timers and other sockets get their turn
 FRAMES_QUEUED_PER_PEER = 64  # of requests; then the peer's connection is not read for a while
 END_S = 2.0
 LINGER_MS = 500  # for the last replies of a node that stops
