@@ -41,7 +41,7 @@ from kvstore.policy import PrefixLru
 from kvstore.server import ControlServer
 from kvstore.store import Mover, Porter, ReportLog, SpillMode, Tiering
 from kvstore.tiers import Arena, NvmeDevice
-from kvstore.transfer import ArenaSocket, MooncakeTransfer
+from kvstore.transfer import ArenaSocket, MooncakeTransfer, own_port_window
 from kvstore.wire import BootId, NodeId, Welcome
 
 
@@ -88,6 +88,7 @@ class _Assembly:
         self._stack.push_async_callback(index.close)
         await refuse_wrong_redis(index, self._index_url)
         self._arena = await self._map_arena()
+        await own_port_window()
         self._transfer = self._register_arena()
         self._shared = self._share_arena()
         self._nvme = make_tier(self._config, self._on_found)

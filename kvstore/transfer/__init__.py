@@ -3,6 +3,7 @@
 from kvstore.transfer.arena_socket import ArenaSocket
 from kvstore.transfer.auto import AutoTransfer
 from kvstore.transfer.base import HandCopy, Handle, Piece, Status, Transfer
+from kvstore.transfer.environment import own_port_window
 from kvstore.transfer.in_process import Fault, InProcessNetwork, InProcessTransfer, Plan
 from kvstore.transfer.mooncake import MooncakeTransfer
 from kvstore.transfer.self_transfer import RDMA_PACKET_BYTES_MAX, SelfTransfer, self_transfer
@@ -25,4 +26,5 @@ __all__ = [
     "Status",
     "Transfer",
     "self_transfer",
+    "own_port_window",
 ]

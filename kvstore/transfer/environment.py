@@ -5,6 +5,8 @@ made; nothing of ours is read from there. What an operator has set is kept, exce
 would break the contract of `base.py`.
 """
 
+import asyncio
+import math
 import os
 import time
 from pathlib import Path
@@ -15,6 +17,8 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 PORT_FIRST, PORT_LAST = 15_000, 16_999  # Mooncake's own range, so that firewall rules written for it hold
 PORTS_PER_BOOT = 50
+
+LOADED_S = time.time()  # when this process began, or a moment later
 
 _QUEUED_PIECES_MAX = 65_535  # Mooncake fails what waits longer than a second in a shorter queue
 _ADMISSION_MS = 600_000
@@ -48,6 +52,18 @@ def port_window(unix_s: float) -> int:
     So a client that has not noticed a restart finds nobody on the old port, instead of a stranger.
     """
     return int(unix_s) % ((PORT_LAST + 1 - PORT_FIRST) // PORTS_PER_BOOT)
+
+
+def wait_s(now_s: float, loaded_s: float) -> float:
+    """How long a process that began at `loaded_s` has to wait for a window that no boot before it can have had: until
+    the second of its beginning, in which the one before it may have taken its ports and died, is over."""
+    left_s = math.floor(loaded_s) + 1 - now_s
+    return left_s if 0 < left_s <= 1 else 0.0  # more: the clock was set back
+
+
+async def own_port_window() -> None:
+    """Returns, within a second, when `prepare_environment` gives other ports than the boot before this one had."""
+    await asyncio.sleep(wait_s(time.time(), LOADED_S))
 
 
 def check_devices(devices: str, infiniband: Path = INFINIBAND) -> None:

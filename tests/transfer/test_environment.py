@@ -13,6 +13,7 @@ from kvstore.transfer.environment import (
     check_devices,
     port_window,
     prepare_environment,
+    wait_s,
 )
 
 
@@ -64,6 +65,19 @@ def test_boots_in_a_row_use_other_ports() -> None:
     firsts = [PORT_FIRST + window * PORTS_PER_BOOT for window in windows]
     assert min(firsts) >= PORT_FIRST
     assert max(firsts) + PORTS_PER_BOOT - 1 <= PORT_LAST
+
+
+@pytest.mark.parametrize("took_s", [0.0, 0.3, 0.9, 2.0])
+@pytest.mark.parametrize("began_s", [0.0, 0.25, 0.5, 0.999])
+def test_a_boot_within_the_second_of_the_one_before_uses_other_ports(began_s: float, took_s: float) -> None:
+    """The one before took its ports at any time up to when this one began. Mutant: it does not wait."""
+    began_s += 1_800_000_000
+    for before_s in (0.0, began_s % 1):
+        now_s = began_s + took_s
+        taken_s = now_s + wait_s(now_s, began_s)
+        assert taken_s - now_s <= 1
+        assert port_window(taken_s) != port_window(1_800_000_000 + before_s)
+    assert wait_s(began_s - 60, began_s) == 0, "a clock that is set back stops nobody"
 
 
 def devices(folder: Path, **states: str) -> Path:
