@@ -1,17 +1,19 @@
 """What readers notice of a node that spills at full speed. For `bench/nvme.py`.
 
 One node with 1 GiB of DRAM and a device in a file. One process gets an object of 8 MiB from its DRAM, one asks it for
-a key that nobody has stored; both a hundred times a second. Between slices in which that is all there is, a third one
-stores objects as fast as the node gives room, that is, as fast as it spills. It sends no bytes: all objects are
-zeros, as the node's memory is from the beginning, so that what is measured is the spill alone.
+a key that nobody has stored, one asks a process that only echoes; all a hundred times a second. Between slices
+in which that is all there is, another one stores objects as fast as the node gives room, that is, as fast as it
+spills. It sends no bytes: all objects are zeros, as the node's memory is from the beginning, so that what is measured
+is the spill alone.
 """
 
 import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench._echo import Caller, Echo
 from bench._harness import Wrong
 from bench._small_objects import random_keys
 from kvstore.client import Client, ClientConfig, KVStore
@@ -49,12 +52,14 @@ SLICE_S = 1.5
 
 
 class Seen(NamedTuple):
-    """Milliseconds that pulls and questions took, idle and during spills, and how fast the spills were."""
+    """Milliseconds that pulls, questions and echoes took, idle and during spills, and how fast the spills were."""
 
     idle_pull_ms: list[float]
     pull_ms: list[float]
     idle_ask_ms: list[float]
     ask_ms: list[float]
+    idle_echo_ms: list[float]
+    echo_ms: list[float]
     spilled_gb_per_s: float
     cpu_s_per_gb: float
 
@@ -78,14 +83,17 @@ def watch(slices: int) -> Seen:
         if not all(store.put(NAMESPACE, key, array) for key in (PULLED, *random_keys(FIRST))):
             raise Wrong("an object was not stored")
         table = checksums(memoryview(bytes(OBJECT_BYTES)), MANIFEST.geometry.runs(OBJECT_BYTES))
-        pull, ask = (stack.enter_context(process(body, node.control)) for body in (puller, asker))
-        return _compare(node, asyncio.Runner(), table, pull, ask, slices)
+        echo = stack.enter_context(Echo(num_callers=1))
+        bodies = (partial(puller, node.control), partial(asker, node.control), partial(echoer, echo.address))
+        watchers = [stack.enter_context(process(body)) for body in bodies]
+        return _compare(node, asyncio.Runner(), table, watchers, slices)
 
 
 def _compare(
-    node: RunningNode, loop: asyncio.Runner, table: bytes, pull: Connection, ask: Connection, slices: int
+    node: RunningNode, loop: asyncio.Runner, table: bytes, watchers: Sequence[Connection], slices: int
 ) -> Seen:
-    seen = Seen([], [], [], [], 0.0, 0.0)
+    seen = Seen([], [], [], [], [], [], 0.0, 0.0)
+    pull = watchers[0]
     spilled_bytes, seconds, cpu_s = 0, 0.0, 0.0
     with loop:
         client = loop.run(connect(node.control))
@@ -93,18 +101,15 @@ def _compare(
         loop.run(spill(client, table, 2 * SLICE_S))  # all of the arena is in use, and of the file's beginning
         pull.recv()
         for _ in range(slices):
-            pulls_ms, asks_ms = together(pull, ask)
-            seen.idle_pull_ms.extend(pulls_ms)
-            seen.idle_ask_ms.extend(asks_ms)
+            begin(watchers)
+            collect(watchers, (seen.idle_pull_ms, seen.idle_ask_ms, seen.idle_echo_ms))
             before, began_s, cpu_before_s = spilled(node), time.perf_counter(), cpu(node.pid)
-            pull.send(SLICE_S)
-            ask.send(SLICE_S)
+            begin(watchers)
             loop.run(spill(client, table, SLICE_S))
             seconds += time.perf_counter() - began_s
             spilled_bytes += spilled(node) - before
             cpu_s += cpu(node.pid) - cpu_before_s
-            seen.pull_ms.extend(pull.recv())
-            seen.ask_ms.extend(ask.recv())
+            collect(watchers, (seen.pull_ms, seen.ask_ms, seen.echo_ms))
         loop.run(client.close())
     if node.stats()["store"]["totals"]["bad_copies"]:
         raise Wrong("a spilled object was not what its table said")
@@ -112,11 +117,16 @@ def _compare(
     return seen._replace(spilled_gb_per_s=gb / seconds, cpu_s_per_gb=cpu_s / gb)
 
 
-def together(pull: Connection, ask: Connection) -> tuple[list[float], list[float]]:
-    """A slice of both."""
-    pull.send(SLICE_S)
-    ask.send(SLICE_S)
-    return pull.recv(), ask.recv()
+def begin(watchers: Sequence[Connection]) -> None:
+    """A slice of all of them."""
+    for watcher in watchers:
+        watcher.send(SLICE_S)
+
+
+def collect(watchers: Sequence[Connection], seen_ms: Sequence[list[float]]) -> None:
+    """What they saw in it."""
+    for watcher, some in zip(watchers, seen_ms, strict=True):
+        some += watcher.recv()
 
 
 async def spill(client: Client, table: bytes, seconds: float) -> None:
@@ -161,6 +171,11 @@ def asker(control: str, pipe: Connection) -> None:
         serve(lambda: loop.run(client.acquire(NAMESPACE, random_keys(1), 1.0)), pipe)
 
 
+def echoer(address: tuple[str, int], pipe: Connection) -> None:
+    """Asks nobody in particular."""
+    serve(Caller(address), pipe)
+
+
 def serve(work: Callable[[], object], pipe: Connection) -> None:
     """Does it again and again for as many seconds as the pipe says; answers how long each took."""
     work()
@@ -177,11 +192,11 @@ def serve(work: Callable[[], object], pipe: Connection) -> None:
 
 
 @contextmanager
-def process(body: Callable[[str, Connection], None], control: str) -> Iterator[Connection]:
+def process(body: Callable[[Connection], None]) -> Iterator[Connection]:
     """A process that is ready to be told for how long to work."""
     context = get_context("spawn")
     here, there = context.Pipe()
-    child = context.Process(target=body, args=(control, there), daemon=True)
+    child = context.Process(target=body, args=(there,), daemon=True)
     child.start()
     there.close()
     here.recv()

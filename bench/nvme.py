@@ -223,7 +223,8 @@ def tell(report: Report, seen: Seen) -> None:
         f"a node that spills {seen.spilled_gb_per_s:.2f} GB/s ({seen.cpu_s_per_gb:.2f} CPU s/GB of all of it): "
         f"pulls of {PULLED_BYTES // MIB} MiB take {idle_ms:.1f} ms idle and {pull_ms:.1f} ms meanwhile (p99 of "
         f"{len(seen.idle_pull_ms)} and {len(seen.pull_ms)}), questions {p99(seen.idle_ask_ms):.1f} and "
-        f"{p99(seen.ask_ms):.1f} ms"
+        f"{p99(seen.ask_ms):.1f} ms, questions to a process that only echoes {p99(seen.idle_echo_ms):.1f} and "
+        f"{p99(seen.echo_ms):.1f} ms"
     )
     report.aim("pull_p99_during_spill_vs_idle", pull_ms / idle_ms, 2.0, "x", at_most=True)
     report.aim("control_p99_ms_during_spill", p99(seen.ask_ms), 5.0, "ms", at_most=True)

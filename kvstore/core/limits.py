@@ -59,7 +59,8 @@ OBJECTS_PER_CLIENT_MIN = 2  # a client may always hold this many objects of its 
 OBJECTS_IN_ARENA_MIN = 8  # a smaller arena says so in Hello and in the log
 LOW_WATER_SHARE = 0.05  # of the pages, kept free in the background
 
-# Slices of background work on the control loop
+# Slices of work on the control loop
+RESERVED_PER_SLICE = 16  # keys of a batch; then small requests are answered
 EXPIRIES_PER_TICK_MAX = 1_024
 EVICTED_PAGES_PER_TICK_MAX = 32
 ADOPTED_PER_SLICE = 1_000  # objects that a device had when it was found

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvstore.admin import MOTION_BOUNDS_S, Histogram, Motion
 from kvstore.core import MissReason, Namespace, limits
 from kvstore.policy import Policy
-from kvstore.store import GivenBack, Job, Spill, Store, Tiering
+from kvstore.store import GivenBack, Job, Spill, Steps, Store, Tiering
 from kvstore.wire import (
     ClientId,
     CommitAnswer,
@@ -113,11 +113,11 @@ class MeteredStore(Store):
         self._on_namespace(namespace, manifest_bytes)
         return advice
 
-    def reserve(
+    def reserving(
         self, client: ClientId, namespace: Namespace, items: Sequence[ReserveItem], duration_s: float
-    ) -> tuple[ReserveAnswer, ...]:
-        """See `Store.reserve`."""
-        answers = super().reserve(client, namespace, items, duration_s)
+    ) -> Steps[tuple[ReserveAnswer, ...]]:
+        """See `Store.reserving`."""
+        answers = yield from super().reserving(client, namespace, items, duration_s)
         answered = list(zip(items, answers, strict=True))
         self.pushes.begin((a.generation, item.size_bytes) for item, a in answered if isinstance(a, Granted))
         for answer in answers:

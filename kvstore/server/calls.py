@@ -1,7 +1,8 @@
 """What each call does: a request in, the reply's body out, now or later.
 
 Handlers are plain functions of (client, body). One that returns a coroutine answers later; `ControlServer`
-parks it. What a handler raises becomes a `Failed` there.
+parks it. One that returns steps answers when they are done, and others are answered between them. What a
+handler raises becomes a `Failed` there.
 """
 
 import logging
@@ -13,7 +14,7 @@ import msgspec
 from kvstore.core import MissReason, Namespace, limits
 from kvstore.server.parking import Parking
 from kvstore.server.waiting import Answers, acquire_waiting, first_to_come, pages_waiting, worth_waiting
-from kvstore.store import Store
+from kvstore.store import Steps, Store
 from kvstore.wire import (
     VERSIONS_SPOKEN,
     Abort,
@@ -73,7 +74,7 @@ class Calls:
         self._parking = parking
         self._clock = clock
         self._advised: set[Namespace] = set()
-        self._handlers: dict[type, Callable[[ClientId, Any], ReplyBody | Later]] = {
+        self._handlers: dict[type, Callable[[ClientId, Any], ReplyBody | Later | Steps[ReplyBody]]] = {
             Hello: self._hello,
             Reserve: self._reserve,
             Commit: self._commit,
@@ -88,8 +89,8 @@ class Calls:
             Drop: self._drop,
         }
 
-    def answer(self, request: Request) -> ReplyBody | Later:
-        """The reply's body, or the coroutine that will give it.
+    def answer(self, request: Request) -> ReplyBody | Later | Steps[ReplyBody]:
+        """The reply's body, or the coroutine that will give it, or the steps to it.
 
         Raises:
             BadRequest, NamespaceUnknown, Overloaded: the request as a whole is refused.
@@ -113,8 +114,10 @@ class Calls:
             advice=advice,
         )
 
-    def _reserve(self, client: ClientId, body: Reserve) -> Reserved:
-        return Reserved(self._store.reserve(client, body.namespace, body.items, body.duration_s))
+    def _reserve(self, client: ClientId, body: Reserve) -> Steps[Reserved]:
+        return Reserved(
+            (yield from self._store.reserving(client, body.namespace, body.items, body.duration_s))
+        )
 
     def _commit(self, client: ClientId, body: Commit) -> CommitDone:
         return CommitDone(self._store.commit(client, body.namespace, body.items))

@@ -8,7 +8,7 @@ counted, and what has to wait is parked, a bounded number per client.
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from time import perf_counter
 
@@ -17,7 +17,8 @@ from kvstore.server.calls import Calls, Verifier, given_back, lease_of
 from kvstore.server.endpoint import Endpoint
 from kvstore.server.parking import Parking
 from kvstore.server.stats import Counters, ServerStats
-from kvstore.store import Store
+from kvstore.server.turns import Rest
+from kvstore.store import Steps, Store
 from kvstore.wire import (
     VERSION,
     VERSIONS_SPOKEN,
@@ -99,28 +100,39 @@ class ControlServer:
         """A frozen picture of the counters."""
         return self._counters.freeze(len(self._parking), self._parking.total, self._parking.refused)
 
-    def _receive(self, peer: bytes, frame: bytes) -> None:
+    def _receive(self, peer: bytes, frame: bytes) -> Rest | None:
         try:
             request = decode_request(frame)
         except BadRequest as error:
             self._answer_unreadable(peer, frame, error)
-            return
-        started = perf_counter()
+            return None
         respond = partial(self._reply, peer, request.version, request.request_id)
+        return self._handle(request, respond, self._dispatch(request, respond), 0.0)
+
+    def _handle(self, request: Request, respond: Respond, steps: Steps[None], taken_s: float) -> Rest | None:
+        """The next step; what is left after it."""
+        started = perf_counter()
         try:
-            self._dispatch(request, respond)
+            next(steps)
+            taken_s += perf_counter() - started
+            return partial(self._handle, request, respond, steps, taken_s)
+        except StopIteration:
+            pass
         except Exception as error:  # noqa: BLE001 -- answered and counted; the other clients go on
             respond(self._failure(request, error))
-        self._counters.request(type(request.body).__name__, perf_counter() - started)
+        self._counters.request(type(request.body).__name__, taken_s + perf_counter() - started)
+        return None
 
-    def _dispatch(self, request: Request, respond: Respond) -> None:
+    def _dispatch(self, request: Request, respond: Respond) -> Steps[None]:
         if request.version not in VERSIONS_SPOKEN:
             respond(_version_failure(request.version))
             return
         if self._token and not hmac.compare_digest(request.token, self._token):
             raise NotAuthorised("the request carries no valid token: set the node's token in the client")
         answer = self._calls.answer(request)
-        if isinstance(answer, Coroutine):
+        if isinstance(answer, Generator):
+            respond((yield from answer))
+        elif isinstance(answer, Coroutine):
             ended = partial(self._respond_later, request, respond)
             self._parking.park(request.client, lease_of(request), answer, ended)
         else:

@@ -21,7 +21,7 @@ import zmq
 
 from kvstore.core import BadConfiguration, limits
 from kvstore.server.port import port_holder
-from kvstore.server.turns import Turns
+from kvstore.server.turns import Rest, Turns
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ class Endpoint:
 
     Args:
         listen: "host:port"; IPv4, "[IPv6]" or a name that resolves to one of them. Port 0 takes a free one.
-        receive: is given (peer, frame) on the loop, one call per frame.
+        receive: is given (peer, frame) on the loop, one call per frame; returns what is left to be done of it.
         malformed: is called for every message that is not exactly one frame.
     """
 
     def __init__(
-        self, listen: str, receive: Callable[[bytes, bytes], None], malformed: Callable[[], None]
+        self, listen: str, receive: Callable[[bytes, bytes], Rest | None], malformed: Callable[[], None]
     ) -> None:
         self.address = listen
         self._receive = receive
@@ -124,7 +124,10 @@ class Endpoint:
                 self._look()
                 if not self._turns:
                     return
-                self._receive(*self._turns.take())
+                peer, frame = self._turns.take()
+                rest = self._receive(peer, frame) if isinstance(frame, bytes) else frame()
+                if rest is not None:
+                    self._turns.put_back(peer, rest)
         finally:
             self._draining = False
         self._loop.call_soon(self._drain)

@@ -4,9 +4,14 @@ A node that is busy all the time always has a batch of every client waiting. A H
 takes milliseconds; a batch that waits for seven Hellos notices nothing. So a peer whose next frame is small comes
 before peers whose next frame is large, but after some small ones it is the turn of a large one. A peer that floods
 the node waits behind itself, and its own frames stay in order: a Release may not overtake the Acquire that it undoes.
+
+A large batch is handled in slices. What is left of it is the next of its peer, and the first of the large ones: only
+what is small comes in between.
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Union
 
 from kvstore.core import limits
 
@@ -16,12 +21,16 @@ FRAMES_HELD = 64  # of all peers; what comes then stays in ZMQ's queue of its pe
 BYTES_HELD = limits.FRAME_BYTES_MAX
 
 
+Rest = Callable[[], Union["Rest", None]]
+"""Handles the next slice of a frame; what is then left of it."""
+
+
 class Turns:
-    """Frames that were received and are not handled yet."""
+    """Frames that were received and are not handled yet, or not to their end."""
 
     def __init__(self) -> None:
-        self._small: OrderedDict[bytes, deque[bytes]] = OrderedDict()  # peers by their next frame
-        self._large: OrderedDict[bytes, deque[bytes]] = OrderedDict()
+        self._small: OrderedDict[bytes, deque[bytes | Rest]] = OrderedDict()  # peers by their next frame
+        self._large: OrderedDict[bytes, deque[bytes | Rest]] = OrderedDict()
         self._num_frames = 0
         self._num_bytes = 0
         self._in_a_row = 0  # small ones while a large one waited
@@ -44,18 +53,31 @@ class Turns:
         else:
             waiting.append(frame)
 
-    def take(self) -> tuple[bytes, bytes]:
-        """The peer whose turn it is, and its frame. There must be one."""
+    def put_back(self, peer: bytes, rest: Rest) -> None:
+        """This is left of what was taken last."""
+        self._num_frames += 1
+        waiting = self._small.pop(peer, None) or self._large.pop(peer, None) or deque()
+        waiting.appendleft(rest)
+        self._queue(peer, waiting)
+        self._large.move_to_end(peer, last=False)
+
+    def take(self) -> tuple[bytes, bytes | Rest]:
+        """The peer whose turn it is, and its frame, or what is left of one. There must be one."""
         small_first = bool(self._small) and (not self._large or self._in_a_row < SMALL_IN_A_ROW)
         self._in_a_row = self._in_a_row + 1 if small_first and self._large else 0
         peer, waiting = (self._small if small_first else self._large).popitem(last=False)
         frame = waiting.popleft()
         self._num_frames -= 1
-        self._num_bytes -= len(frame)
+        self._num_bytes -= _size_bytes(frame)
         if waiting:
             self._queue(peer, waiting)
         return peer, frame
 
-    def _queue(self, peer: bytes, waiting: deque[bytes]) -> None:
+    def _queue(self, peer: bytes, waiting: deque[bytes | Rest]) -> None:
         """Behind the others whose next frame is of its size."""
-        (self._small if len(waiting[0]) <= SMALL_BYTES else self._large)[peer] = waiting
+        is_small = isinstance(waiting[0], bytes) and len(waiting[0]) <= SMALL_BYTES
+        (self._small if is_small else self._large)[peer] = waiting
+
+
+def _size_bytes(frame: bytes | Rest) -> int:
+    return len(frame) if isinstance(frame, bytes) else 0

@@ -7,6 +7,7 @@ from kvstore.store.porter import Porter
 from kvstore.store.reading import Check, GivenBack
 from kvstore.store.reports import ReportLog, ReportView
 from kvstore.store.snapshot import ObjectView, Snapshot, TierUse, Totals
+from kvstore.store.steps import Steps, in_one_go
 from kvstore.store.store import Store
 
 __all__ = [
@@ -23,9 +24,11 @@ __all__ = [
     "Snapshot",
     "Spill",
     "SpillMode",
+    "Steps",
     "Store",
     "TierUse",
     "Tiering",
     "Totals",
+    "in_one_go",
     "is_sound",
 ]

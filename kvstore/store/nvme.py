@@ -9,7 +9,7 @@ child of it out of reach: children on NVMe go before it by policy, and while one
 DRAM itself. A device that is down keeps its pages; what the policy gives up there is freed when it is back.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from kvstore.core import Namespace, limits, pages_for
@@ -70,7 +70,9 @@ class Nvme:
         """
         self.disks = disks
         self.use: dict[Disk, Use] = {disk: Use() for disk in disks.devices}
-        self.spared: Collection[Hashable] = ()  # are not given up; when that ends, tell `unspare`
+        self.spared: Collection[
+            Hashable
+        ] = ()  # are not given up now; when that ends for good, tell `unspare`
         self.coming_bytes = 0  # of objects that are being spilled
         self.strange: dict[Namespace, list[OnDevice]] = {}  # of namespaces whose manifest is lost
         self._strange_pages: dict[Disk, int] = dict.fromkeys(disks.devices, 0)
@@ -125,13 +127,12 @@ class Nvme:
         elif loose in self._retired:
             self.remove(loose)
 
-    def unspare(self) -> None:
-        """What was spared was offered, which is a use."""
-        for entry in self.spared:
+    def unspare(self, spared: Iterable[Hashable]) -> None:
+        """These were offered, which is a use; they may be given up again, and the policy hears of it."""
+        for entry in spared:
             listed = self._listed.get(entry)
             if listed is not None:
                 self.touch(listed)
-        self.spared = ()
 
     def child_left(self, parent_entry: Hashable) -> None:
         """A child of this entry is not in DRAM any more: it may perhaps be evicted now."""

@@ -41,8 +41,9 @@ from kvstore.store.objects import Disk, Job, Spill
 from kvstore.store.reading import Check, GivenBack, Reading
 from kvstore.store.reports import ReportLog, Reports
 from kvstore.store.snapshot import ObjectView, Snapshot
+from kvstore.store.steps import Steps, in_one_go
 from kvstore.store.usage import tiers_in_use
-from kvstore.store.writing import Writing
+from kvstore.store.writing import Asking, Writing
 from kvstore.tiers import NewObject, Record
 from kvstore.wire import (
     Acquire,
@@ -120,7 +121,13 @@ class Store:
     def reserve(
         self, client: ClientId, namespace: Namespace, items: Sequence[ReserveItem], duration_s: float
     ) -> tuple[ReserveAnswer, ...]:
-        """Asks for the right to fill copies; answers in the order asked, never waits.
+        """`reserving`, in one go."""
+        return in_one_go(self.reserving(client, namespace, items, duration_s))
+
+    def reserving(
+        self, client: ClientId, namespace: Namespace, items: Sequence[ReserveItem], duration_s: float
+    ) -> Steps[tuple[ReserveAnswer, ...]]:
+        """Asks for the right to fill copies, a slice of them a step; answers in the order asked, never waits.
 
         Granted again (the same) while the same client's reservation lives. Busy: another writer has it.
         Exists: an Acquire by this client would be promised now. Refused: no room, or over a share.
@@ -129,10 +136,13 @@ class Store:
             BadRequest: a size that no object of the namespace has; nothing was reserved.
             NamespaceUnknown, Overloaded
         """
-        opened = self._namespaces.get(namespace)
-        now_s = self._clock()
-        record = self._clients.spoke(client, now_s)
-        return self._writing.reserve(record, opened, items, now_s, _duration(duration_s))
+
+        def look_up() -> Asking:
+            opened = self._namespaces.get(namespace)
+            now_s = self._clock()
+            return Asking(self._clients.spoke(client, now_s), opened, now_s)
+
+        return self._writing.reserving(look_up, items, _duration(duration_s))
 
     def commit(
         self, client: ClientId, namespace: Namespace, items: Sequence[CommitItem]

@@ -10,6 +10,7 @@ from kvstore.store.leases import Leases
 from kvstore.store.listing import Listing
 from kvstore.store.namespaces import OpenNamespace
 from kvstore.store.objects import Object, Reservation
+from kvstore.store.steps import Steps
 from kvstore.wire import (
     Busy,
     CommitAnswer,
@@ -25,8 +26,16 @@ from kvstore.wire import (
 )
 
 
+class Asking(NamedTuple):
+    """Who asks, for what namespace, and when."""
+
+    client: Client
+    namespace: OpenNamespace
+    now_s: float
+
+
 class Asked(NamedTuple):
-    """What the items of one Reserve have in common."""
+    """What the items of a slice of a Reserve have in common."""
 
     client: Client
     namespace: OpenNamespace
@@ -61,16 +70,26 @@ class Writing:
     def __len__(self) -> int:
         return len(self._deadlines)
 
-    def reserve(
-        self,
-        client: Client,
-        namespace: OpenNamespace,
-        items: Sequence[ReserveItem],
-        now_s: float,
-        duration_s: float,
-    ) -> tuple[ReserveAnswer, ...]:
-        """Grants what there is room for. See `Store.reserve`."""
-        for item in items:  # before anything has changed
+    def reserving(
+        self, look_up: Callable[[], Asking], items: Sequence[ReserveItem], duration_s: float
+    ) -> Steps[tuple[ReserveAnswer, ...]]:
+        """Grants what there is room for. See `Store.reserving`. `look_up` is asked anew for each slice."""
+        self._check(look_up().namespace, items)  # before anything has changed
+        spared = _chain(items)
+        answers: list[ReserveAnswer] = []
+        try:
+            for begin in range(0, len(items), limits.RESERVED_PER_SLICE):
+                if begin:
+                    yield
+                some = items[begin : begin + limits.RESERVED_PER_SLICE]
+                answers += self._reserve_some(look_up(), some, duration_s, spared)
+        finally:
+            self._listing.nvme.unspare(spared)
+            self._listing.dram.unspare(spared)
+        return tuple(answers)
+
+    def _check(self, namespace: OpenNamespace, items: Sequence[ReserveItem]) -> None:
+        for item in items:
             namespace.pages_of(item.size_bytes)
             if item.depth < 0:
                 raise BadRequest(f"a chunk's depth counts from 0, it cannot be {item.depth}")
@@ -79,15 +98,24 @@ class Writing:
                 raise BadRequest(
                     f"the key {item.key.hex()[:16]} belongs to another namespace: keys cannot be shared"
                 )
+
+    def _reserve_some(
+        self,
+        asking: Asking,
+        items: Sequence[ReserveItem],
+        duration_s: float,
+        spared: dict[Hashable, None],
+    ) -> list[ReserveAnswer]:
+        client, namespace, now_s = asking
         alone = not self._clients.others_active(client, now_s)
         end_s = now_s + min(duration_s, limits.RESERVATION_S_MAX)
         doubtful_pages = self._clients.doubtful_pages(besides=client)
-        asked = Asked(client, namespace, now_s, end_s, alone, doubtful_pages, spared=_chain(items))
-        self._listing.nvme.spared = asked.spared
-        answers = tuple(self._reserve(asked, item) for item in items)
-        self._listing.nvme.unspare()
-        self._listing.dram.unspare(asked.spared)
-        return answers
+        asked = Asked(client, namespace, now_s, end_s, alone, doubtful_pages, spared)
+        self._listing.nvme.spared = spared
+        try:
+            return [self._reserve(asked, item) for item in items]
+        finally:
+            self._listing.nvme.spared = ()
 
     def _reserve(self, asked: Asked, item: ReserveItem) -> ReserveAnswer:
         listed = self._listing.find(asked.namespace.id, item.key)

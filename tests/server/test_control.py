@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from kvstore.core import BadConfiguration, Key, MissReason, Namespace, limits, seal
+from kvstore.store import Steps
 from kvstore.wire import (
     VERSIONS_SPOKEN,
     Acquire,
@@ -35,6 +36,7 @@ from kvstore.wire import (
     Request,
     RequestBody,
     Reserve,
+    ReserveAnswer,
     Reserved,
     Resident,
     Suspect,
@@ -268,6 +270,33 @@ async def test_a_bug_in_a_request_that_answers_later_is_answered_too(monkeypatch
         assert isinstance(failed, Failed)
         assert failed.code == "internal"
         await wait_until_async(lambda: node.server.stats.parked == 0)
+
+
+async def test_a_bug_in_a_later_slice_is_answered_and_the_request_counts_once(monkeypatch) -> None:
+    """Mutant: a request counts once for each slice."""
+    async with running(ControlNode()) as node:
+
+        def broken(*_: object) -> Steps[tuple[ReserveAnswer, ...]]:
+            yield
+            raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr(node.store, "reserving", broken)
+        with raw_peer(node.address) as peer:
+            failed = (await peer.ask(Reserve(NAMESPACE, tuple(items(chain(2))), 30.0))).body
+        assert isinstance(failed, Failed)
+        assert failed.code == "internal"
+        assert node.server.stats.requests["Reserve"] == 1
+
+
+async def test_a_batch_of_several_slices_is_answered_whole() -> None:
+    async with running(ControlNode()) as node:
+        keys = chain(3 * limits.RESERVED_PER_SLICE + 1)
+        with raw_peer(node.address) as peer:
+            await peer.ask(Hello(NAMESPACE, MANIFEST.encode()))
+            answers = (await peer.ask(Reserve(NAMESPACE, tuple(items(keys)), 30.0))).body
+        assert isinstance(answers, Reserved)
+        assert len(answers.answers) == len(keys)
+        assert sum(isinstance(answer, Granted) for answer in answers.answers) > limits.RESERVED_PER_SLICE
 
 
 async def test_a_taken_port_names_its_holder() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import zmq
 from kvstore.core import limits
 from kvstore.server import endpoint as endpoint_module
 from kvstore.server.endpoint import Endpoint
+from kvstore.server.turns import Rest
 from tests.server.raw import raw_peer
 from tests.support import wait_until_async
 
@@ -44,6 +46,33 @@ async def test_the_loop_gets_its_turn_during_a_flood() -> None:
             turns += 1
         assert received < FLOOD, "the loop was not given a turn"
         received = FLOOD  # ends it
+    await endpoint.close()
+
+
+async def test_a_small_frame_is_handled_between_two_slices_of_a_large_one() -> None:
+    """Mutant: what is left of a frame is done at once."""
+    handled: list[bytes] = []
+    until_s = time.monotonic() + 10.0
+
+    def go_on() -> Rest | None:
+        if b"small" not in handled and time.monotonic() < until_s:
+            return go_on
+        handled.append(b"large")
+        return None
+
+    def receive(peer: bytes, frame: bytes) -> Rest | None:
+        if frame == b"small":
+            handled.append(frame)
+            return None
+        other.socket.send(b"small")
+        return go_on
+
+    endpoint = Endpoint("127.0.0.1:0", receive, lambda: None)
+    await endpoint.start()
+    with raw_peer(endpoint.address) as peer, raw_peer(endpoint.address) as other:
+        peer.send(b"large")
+        await wait_until_async(lambda: len(handled) == 2)
+    assert handled == [b"small", b"large"]
     await endpoint.close()
 
 

@@ -11,8 +11,10 @@ With an NVMe tier, a twin of the porter carries copies between the tiers when an
 device that fails, goes away and comes back. A promotion that was given up writes garbage to its pages until it ends.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
+from unittest.mock import patch
 
 from kvstore.core import Key, Manifest, MissReason, Tier, checksums, limits, pages_for, proves
 from kvstore.policy import PrefixLru
@@ -37,6 +39,7 @@ from kvstore.wire import (
     Refused,
     Release,
     Renew,
+    ReserveAnswer,
     ReserveItem,
     Resident,
     Stale,
@@ -201,7 +204,7 @@ class Sim:
         batch = [self.item(offered, cold) for offered in paths]
         before = self.store.snapshot().tiers[Tier.DRAM]
         held_before = self.pages_held_by(client)
-        answers = self.store.reserve(client.id, NAMESPACE, batch, duration_s)
+        answers = self.reserve_in_slices(client, batch, duration_s)
         assert len(answers) == len(batch)
         for offered, answer in zip(paths, answers, strict=True):
             match answer:
@@ -227,6 +230,22 @@ class Sim:
         self.settle()
         if len(paths) == 1 and isinstance(answers[0], Exists):
             self.acquire_one(client, path)
+
+    def reserve_in_slices(
+        self, client: Client, batch: list[ReserveItem], duration_s: float
+    ) -> tuple[ReserveAnswer, ...]:
+        """A key at a time, with what a node does by itself in between."""
+
+        def steps() -> Iterator[None]:
+            nonlocal answers
+            answers = yield from self.store.reserving(client.id, NAMESPACE, batch, duration_s)
+
+        answers: tuple[ReserveAnswer, ...] = ()
+        with patch.object(limits, "RESERVED_PER_SLICE", 1):
+            for _ in steps():
+                self.store.tick()
+                self.store.audit()
+        return answers
 
     def check_share(self, client: Client, before: TierUse, path: str) -> None:
         """Beyond what every client may always have, writers stay within their share together: the pages that are
