@@ -8,8 +8,8 @@
     lmcache   vLLM's LMCacheMPConnector on LMCache's multi-process server, through shared memory; with --full
 
 The prompts are computed and pushed by an engine of each store, which then ends; fresh engines find them. Before each
-hit an engine's own prefix cache is emptied. All answer in turns and must say the same: SmolLM2-135M in fp32, greedy,
-all engines with equally many threads. Prompts end 127 tokens after their last whole block, which all of them compute
+hit an engine's own prefix cache is emptied, and the engine that was asked before goes to sleep (`_spinners`). All
+answer in turns and must say the same: SmolLM2-135M in fp32, greedy, all engines with equally many threads. Prompts end 127 tokens after their last whole block, which all of them compute
 (of 1,800 tokens: 8). `above local` is what is left of a hit when that is taken away.
 
 A peer that does not find what it had stored is asked again, and how often is said; this store has to find it.
@@ -17,7 +17,7 @@ A peer that does not find what it had stored is asked again, and how often is sa
 The mixed requests are ten conversations of five turns, four at a time; between two turns an engine's own cache is
 emptied, as if another engine had had the turn before, so that all that was said comes from the store.
 
-    python bench/engines.py [--full] [--json]      eight minutes; --full: a longer prompt, LMCache, twenty
+    python bench/engines.py [--full] [--json]      ten minutes; --full: a longer prompt, LMCache, twenty-five
 """
 
 import json
@@ -34,6 +34,7 @@ from typing import NamedTuple
 from bench._harness import Report, Samples, Wrong, finish_all, interleave, parse_arguments, run
 from bench._lmcache import LmcacheServer
 from bench._mooncake_store import MooncakePool
+from bench._spinners import let_them_sleep
 from deploy.demo.engine import Engine
 from deploy.demo.node import Node
 from tests.support import free_port, wait_until
@@ -157,12 +158,14 @@ class Bench:
             answer = self.engine.complete(conversation(number, turn), MIXED_TOKENS, salt=salt)
             self._agree(f"turn {turn} of conversation {number}", answer or "")
 
+        let_them_sleep()
         began = time.perf_counter()
         with ThreadPoolExecutor(AT_ONCE) as clients:
             list(clients.map(ask, range(CONVERSATIONS)))
         return time.perf_counter() - began
 
     def _ask(self, length: int, *, pulled: int, local: int, salt: str | None = None) -> float:
+        let_them_sleep()
         answer = self.engine.ask(prompt_of(length), TOKENS, salt=salt)
         if (answer.pulled, answer.local) != (pulled, local):
             raise (Missed if answer.pulled + answer.local < pulled else Wrong)(

@@ -24,6 +24,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench._harness import Report, Samples, Wrong, interleave, parse_arguments, run
+from bench._spinners import let_them_sleep
 from bench._timed import STAGES
 from deploy.demo.engine import Answer, Engine
 from deploy.demo.node import Node
@@ -103,6 +104,7 @@ class Bench:
         return self._ask(length, pulled=0, local=whole_blocks(length)).first_token_s
 
     def _ask(self, length: int, *, pulled: int, local: int, salt: str | None = None) -> Answer:
+        let_them_sleep()
         answer = self.engine.ask(prompt_of(length), 1, salt=salt)
         if (answer.pulled, answer.local) != (pulled, local):
             raise Wrong(
