@@ -9,8 +9,9 @@
 
 The prompts are computed and pushed by an engine of each store, which then ends; fresh engines find them. Before each
 hit an engine's own prefix cache is emptied, and the engine that was asked before goes to sleep (`_spinners`). All
-answer in turns and must say the same: SmolLM2-135M in fp32, greedy, all engines with equally many threads. Prompts end 127 tokens after their last whole block, which all of them compute
-(of 1,800 tokens: 8). `above local` is what is left of a hit when that is taken away.
+answer in turns and must say the same: SmolLM2-135M in fp32, greedy, all engines with equally many threads. Prompts
+end 127 tokens after their last whole block, which all of them compute (of 1,800 tokens: 8). `above local` is what is
+left of a hit when that is taken away.
 
 A peer that does not find what it had stored is asked again, and how often is said; this store has to find it.
 

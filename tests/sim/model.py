@@ -11,7 +11,6 @@ With an NVMe tier, a twin of the porter carries copies between the tiers when an
 device that fails, goes away and comes back. A promotion that was given up writes garbage to its pages until it ends.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 from unittest.mock import patch
@@ -235,17 +234,17 @@ class Sim:
         self, client: Client, batch: list[ReserveItem], duration_s: float
     ) -> tuple[ReserveAnswer, ...]:
         """A key at a time, with what a node does by itself in between."""
-
-        def steps() -> Iterator[None]:
-            nonlocal answers
-            answers = yield from self.store.reserving(client.id, NAMESPACE, batch, duration_s)
-
-        answers: tuple[ReserveAnswer, ...] = ()
+        steps = self.store.reserving(client.id, NAMESPACE, batch, duration_s)
         with patch.object(limits, "RESERVED_PER_SLICE", 1):
-            for _ in steps():
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as ended:
+                    answers: tuple[ReserveAnswer, ...] = ended.value
+                    return answers
                 self.store.tick()
                 self.store.audit()
-        return answers
+                self.notice_vanished()
 
     def check_share(self, client: Client, before: TierUse, path: str) -> None:
         """Beyond what every client may always have, writers stay within their share together: the pages that are
@@ -742,6 +741,14 @@ class Sim:
                     self.lost[grant.path] = MissReason.EXPIRED
         self.ready = ready
         self.check_invariants()
+
+    def notice_vanished(self) -> None:
+        """What was evicted may be granted again from now on."""
+        states = self.states()
+        ready = {path for path, state in states.items() if state == "ready"}
+        vanished = self.ready - ready - self.down_now()
+        self.check_vanished(vanished, states)
+        self.ready -= vanished
 
     def check_vanished(self, vanished: set[str], states: dict[str, str]) -> None:
         """What is gone was evicted, children first, or was found bad."""
