@@ -113,11 +113,8 @@ class ControlServer:
         """The next step; what is left after it."""
         started = perf_counter()
         try:
-            next(steps)
-            taken_s += perf_counter() - started
-            return partial(self._handle, request, respond, steps, taken_s)
-        except StopIteration:
-            pass
+            if next(steps, True) is None:  # a stop; its end would be the default
+                return partial(self._handle, request, respond, steps, taken_s + perf_counter() - started)
         except Exception as error:  # noqa: BLE001 -- answered and counted; the other clients go on
             respond(self._failure(request, error))
         self._counters.request(type(request.body).__name__, taken_s + perf_counter() - started)
