@@ -70,9 +70,7 @@ class Nvme:
         """
         self.disks = disks
         self.use: dict[Disk, Use] = {disk: Use() for disk in disks.devices}
-        self.spared: Collection[
-            Hashable
-        ] = ()  # are not given up now; when that ends for good, tell `unspare`
+        self.spared: Collection[Hashable] = ()  # are not given up now; at the end, tell `unspare`
         self.coming_bytes = 0  # of objects that are being spilled
         self.strange: dict[Namespace, list[OnDevice]] = {}  # of namespaces whose manifest is lost
         self._strange_pages: dict[Disk, int] = dict.fromkeys(disks.devices, 0)

@@ -133,7 +133,8 @@ class Store:
         Exists: an Acquire by this client would be promised now. Refused: no room, or over a share.
 
         Raises:
-            BadRequest: a size that no object of the namespace has; nothing was reserved.
+            BadRequest: a size that no object of the namespace has; nothing was reserved. In a later step: a key was
+                taken by another namespace meanwhile; what was granted stays until its duration is over.
             NamespaceUnknown, Overloaded
         """
 

@@ -79,9 +79,10 @@ class Writing:
         answers: list[ReserveAnswer] = []
         try:
             for begin in range(0, len(items), limits.RESERVED_PER_SLICE):
+                some = items[begin : begin + limits.RESERVED_PER_SLICE]
                 if begin:
                     yield
-                some = items[begin : begin + limits.RESERVED_PER_SLICE]
+                    self._check(look_up().namespace, some)  # a key may have come to another namespace
                 answers += self._reserve_some(look_up(), some, duration_s, spared)
         finally:
             self._listing.nvme.unspare(spared)

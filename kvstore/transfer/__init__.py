@@ -25,6 +25,6 @@ __all__ = [
     "SelfTransfer",
     "Status",
     "Transfer",
-    "self_transfer",
     "own_port_window",
+    "self_transfer",
 ]

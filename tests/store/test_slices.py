@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from kvstore.core import BadRequest, limits
 from kvstore.store import Steps, in_one_go
 from kvstore.wire import Busy, Granted, ReserveAnswer, ReserveItem
-from tests.store.world import ANN, BOB, CAT, NAMESPACE, TOKEN_BYTES, World, items
+from tests.store.world import ANN, BOB, CAT, MANIFEST, NAMESPACE, TOKEN_BYTES, World, items
 
+OTHER = msgspec.structs.replace(MANIFEST, weights="others")
 FULL = "abcdefghijklmnopqrst"  # twenty objects of three pages
 
 
@@ -68,6 +70,20 @@ def test_a_bad_item_of_the_last_slice_is_refused_before_anything_is_reserved() -
     with pytest.raises(BadRequest):
         begin(world, [*items("a"), *items("b", TOKEN_BYTES + 1)])
     assert world.look("ab") == "--"
+
+
+@patch.object(limits, "RESERVED_PER_SLICE", 1)
+def test_a_key_that_came_to_another_namespace_in_between_is_refused_and_stays_there() -> None:
+    """Mutant: items are checked before the first slice alone; the key's object is then granted a second time."""
+    world = World()
+    world.store.open_namespace(OTHER.namespace, OTHER.encode())
+    steps = begin(world, items("ab"))
+    (theirs,) = world.store.reserve(BOB, OTHER.namespace, items("b"), 30.0)
+    assert isinstance(theirs, Granted)
+    with pytest.raises(BadRequest, match="belongs to another namespace"):
+        in_one_go(steps)
+    assert world.look("ab") == "~~"
+    world.store.audit()
 
 
 @patch.object(limits, "RESERVED_PER_SLICE", 1)
