@@ -20,7 +20,6 @@ MANIFEST = Manifest(
 )
 NAMESPACE = MANIFEST.namespace
 TABLE = bytes(limits.CHECKSUM_BYTES * MANIFEST.geometry.num_runs)
-ROOT = Key(NAMESPACE)
 
 
 def random_keys(count: int) -> list[Key]:
@@ -29,20 +28,27 @@ def random_keys(count: int) -> list[Key]:
     return [Key(data[start : start + limits.KEY_BYTES]) for start in range(0, len(data), limits.KEY_BYTES)]
 
 
-def items(keys: Sequence[Key]) -> list[ReserveItem]:
+def items(keys: Sequence[Key], manifest: Manifest = MANIFEST) -> list[ReserveItem]:
     """What reserves these objects: a chain of nobody's."""
-    return [ReserveItem(key, ROOT, 0, OBJECT_BYTES) for key in keys]
+    root, size_bytes = Key(manifest.namespace), manifest.geometry.object_bytes(manifest.chunk_tokens)
+    return [ReserveItem(key, root, 0, size_bytes) for key in keys]
 
 
-async def store(client: Client, keys: Sequence[Key], batch_keys: int = limits.BATCH_KEYS_MAX) -> None:
+async def store(
+    client: Client,
+    keys: Sequence[Key],
+    batch_keys: int = limits.BATCH_KEYS_MAX,
+    manifest: Manifest = MANIFEST,
+) -> None:
     """Has objects of these keys stored, so many at a time.
 
     Raises:
         Wrong: one was not.
     """
+    namespace, table = manifest.namespace, bytes(limits.CHECKSUM_BYTES * manifest.geometry.num_runs)
     for start in range(0, len(keys), batch_keys):
         batch = keys[start : start + batch_keys]
-        grants = (await client.reserve(NAMESPACE, items(batch), 60.0)).granted
-        answers = await client.commit(NAMESPACE, [(grant, TABLE) for grant in grants])
+        grants = (await client.reserve(namespace, items(batch, manifest), 60.0)).granted
+        answers = await client.commit(namespace, [(grant, table) for grant in grants])
         if len(grants) < len(batch) or not all(isinstance(answer, Committed) for answer in answers):
             raise Wrong(f"{len(batch)} objects were offered, {len(grants)} granted")

@@ -1,20 +1,20 @@
 """What readers notice of a node that spills at full speed. For `bench/nvme.py`.
 
-One node with 1 GiB of DRAM and a device in a file. One process gets an object of 8 MiB from its DRAM, one asks it for
-a key that nobody has stored, one asks a process that only echoes; all a hundred times a second. Between slices
-in which that is all there is, another one stores objects as fast as the node gives room, that is, as fast as it
-spills. It sends no bytes: all objects are zeros, as the node's memory is from the beginning, so that what is measured
-is the spill alone.
+One node with 1 GiB of DRAM and a device in a file. Three processes take turns, each alone with the node in its
+slice: one gets an object of 8 MiB from the node's DRAM, one says Hello to it, one asks a process that only echoes;
+all a hundred times a second. A slice in which that is all there is comes before one in which another process stores
+objects as fast as the node gives room, that is, as fast as it spills. It sends no bytes: all objects are zeros, as
+the node's memory is from the beginning, so that what is measured is the spill alone. What they see when all three
+ask at once is measured, too.
 """
 
 import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,8 @@ import numpy as np
 from bench._echo import Caller, Echo
 from bench._harness import Wrong
 from bench._small_objects import random_keys
-from kvstore.client import Client, ClientConfig, KVStore
+from bench._watchers import answers, ask, serve, watcher
+from kvstore.client import Client, ClientConfig, KVStore, Promise
 from kvstore.core import Key, Manifest, checksums, limits
 from kvstore.wire import ReserveItem
 from tests.support.node import RunningNode, running_node
@@ -47,19 +48,26 @@ DRAM_BYTES = 1024 * MIB
 FIRST = DRAM_BYTES // OBJECT_BYTES - 8  # objects that leave the low-water mark free
 DEVICE_BYTES = 4096 * MIB
 AT_ONCE = 4
-PAUSE_S = 0.01
+PAUSE_S = 0.01  # between the beginnings of two questions
 SLICE_S = 1.5
 
 
-class Seen(NamedTuple):
-    """Milliseconds that pulls, questions and echoes took, idle and during spills, and how fast the spills were."""
+class Took(NamedTuple):
+    """Milliseconds that something took."""
 
-    idle_pull_ms: list[float]
-    pull_ms: list[float]
-    idle_ask_ms: list[float]
-    ask_ms: list[float]
-    idle_echo_ms: list[float]
-    echo_ms: list[float]
+    idle: list[float]
+    spilling: list[float]
+
+
+class Seen(NamedTuple):
+    """What pulls, questions and echoes took, by themselves and all at once, and how fast the spills were."""
+
+    pull: Took
+    ask: Took
+    echo: Took
+    pull_at_once: Took
+    ask_at_once: Took
+    echo_at_once: Took
     spilled_gb_per_s: float
     cpu_s_per_gb: float
 
@@ -85,48 +93,71 @@ def watch(slices: int) -> Seen:
         table = checksums(memoryview(bytes(OBJECT_BYTES)), MANIFEST.geometry.runs(OBJECT_BYTES))
         echo = stack.enter_context(Echo(num_callers=1))
         bodies = (partial(puller, node.control), partial(asker, node.control), partial(echoer, echo.address))
-        watchers = [stack.enter_context(process(body)) for body in bodies]
+        watchers = [stack.enter_context(watcher(body)) for body in bodies]
         return _compare(node, asyncio.Runner(), table, watchers, slices)
 
 
 def _compare(
     node: RunningNode, loop: asyncio.Runner, table: bytes, watchers: Sequence[Connection], slices: int
 ) -> Seen:
-    seen = Seen([], [], [], [], [], [], 0.0, 0.0)
-    pull = watchers[0]
-    spilled_bytes, seconds, cpu_s = 0, 0.0, 0.0
+    took = [Took([], []) for _ in range(2 * len(watchers))]
+    alone, at_once = took[: len(watchers)], took[len(watchers) :]
+    turns = [([watcher], [what]) for watcher, what in zip(watchers, alone, strict=True)]
+    turns.append((list(watchers), at_once))
+    meter = Meter(node)
     with loop:
         client = loop.run(connect(node.control))
-        pull.send(2 * SLICE_S)  # so that it is not given up as the coldest
+        held = loop.run(hold(client))
         loop.run(spill(client, table, 2 * SLICE_S))  # all of the arena is in use, and of the file's beginning
-        pull.recv()
         for _ in range(slices):
-            begin(watchers)
-            collect(watchers, (seen.idle_pull_ms, seen.idle_ask_ms, seen.idle_echo_ms))
-            before, began_s, cpu_before_s = spilled(node), time.perf_counter(), cpu(node.pid)
-            begin(watchers)
-            loop.run(spill(client, table, SLICE_S))
-            seconds += time.perf_counter() - began_s
-            spilled_bytes += spilled(node) - before
-            cpu_s += cpu(node.pid) - cpu_before_s
-            collect(watchers, (seen.pull_ms, seen.ask_ms, seen.echo_ms))
+            for some, what in turns:
+                last, held = held, loop.run(hold(client))
+                loop.run(client.release(last))
+                ask(some, SLICE_S)
+                add(answers(some), [each.idle for each in what])
+                ask(some, SLICE_S)
+                with meter:
+                    loop.run(spill(client, table, SLICE_S))
+                add(answers(some), [each.spilling for each in what])
         loop.run(client.close())
     if node.stats()["store"]["totals"]["bad_copies"]:
         raise Wrong("a spilled object was not what its table said")
-    gb = spilled_bytes / 1e9
-    return seen._replace(spilled_gb_per_s=gb / seconds, cpu_s_per_gb=cpu_s / gb)
+    gb = meter.num_bytes / 1e9
+    return Seen(*took, gb / meter.seconds, meter.cpu_s / gb)
 
 
-def begin(watchers: Sequence[Connection]) -> None:
-    """A slice of all of them."""
-    for watcher in watchers:
-        watcher.send(SLICE_S)
+class Meter:
+    """What the node spills while it is entered, in how long, and what CPU time it needs."""
+
+    def __init__(self, node: RunningNode) -> None:
+        self.num_bytes = 0
+        self.seconds = 0.0
+        self.cpu_s = 0.0
+        self._node = node
+
+    def __enter__(self) -> None:
+        self._add(-1)
+
+    def __exit__(self, *_: object) -> None:
+        self._add(1)
+
+    def _add(self, sign: int) -> None:
+        self.num_bytes += sign * spilled(self._node)
+        self.seconds += sign * time.perf_counter()
+        self.cpu_s += sign * cpu(self._node.pid)
 
 
-def collect(watchers: Sequence[Connection], seen_ms: Sequence[list[float]]) -> None:
-    """What they saw in it."""
-    for watcher, some in zip(watchers, seen_ms, strict=True):
-        some += watcher.recv()
+def add(some: Sequence[list[float]], to: Sequence[list[float]]) -> None:
+    for values, lists in zip(some, to, strict=True):
+        lists += values
+
+
+async def hold(client: Client) -> Promise:
+    """Keeps in DRAM what is pulled, also while nobody pulls it."""
+    promise = await client.acquire(NAMESPACE, [PULLED], limits.LEASE_S_MAX)
+    if not promise:
+        raise Wrong("what is to be pulled is not there")
+    return promise
 
 
 async def spill(client: Client, table: bytes, seconds: float) -> None:
@@ -161,50 +192,19 @@ def puller(control: str, pipe: Connection) -> None:
             if store.get(NAMESPACE, PULLED, out) is None:
                 raise Wrong("the object is not to be had")
 
-        serve(pull, pipe)
+        serve(pull, pipe, PAUSE_S)
 
 
 def asker(control: str, pipe: Connection) -> None:
-    """Asks for keys that are not there."""
+    """Says Hello."""
     with asyncio.Runner() as loop:
         client = loop.run(connect(control))
-        serve(lambda: loop.run(client.acquire(NAMESPACE, random_keys(1), 1.0)), pipe)
+        serve(lambda: loop.run(client.open(MANIFEST)), pipe, PAUSE_S)
 
 
 def echoer(address: tuple[str, int], pipe: Connection) -> None:
     """Asks nobody in particular."""
-    serve(Caller(address), pipe)
-
-
-def serve(work: Callable[[], object], pipe: Connection) -> None:
-    """Does it again and again for as many seconds as the pipe says; answers how long each took."""
-    work()
-    pipe.send(None)
-    while (seconds := pipe.recv()) is not None:
-        took_ms = []
-        end_s = time.perf_counter() + seconds
-        while (began_s := time.perf_counter()) < end_s:
-            work()
-            took_ms.append(1e3 * (time.perf_counter() - began_s))
-            pause = max(0.0, began_s + PAUSE_S - time.perf_counter())
-            pipe.poll(pause)
-        pipe.send(took_ms)
-
-
-@contextmanager
-def process(body: Callable[[Connection], None]) -> Iterator[Connection]:
-    """A process that is ready to be told for how long to work."""
-    context = get_context("spawn")
-    here, there = context.Pipe()
-    child = context.Process(target=body, args=(there,), daemon=True)
-    child.start()
-    there.close()
-    here.recv()
-    try:
-        yield here
-    finally:
-        here.send(None)
-        child.join()
+    serve(Caller(address), pipe, PAUSE_S)
 
 
 def spilled(node: RunningNode) -> int:
@@ -216,7 +216,3 @@ def cpu(pid: int) -> float:
     """CPU seconds of a process so far."""
     fields = re.sub(r"\(.*\)", "-", Path(f"/proc/{pid}/stat").read_text()).split()
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
-
-
-def p99(values: list[float]) -> float:
-    return float(np.percentile(values, 99))
