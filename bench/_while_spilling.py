@@ -60,14 +60,10 @@ class Took(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What pulls, questions and echoes took, by themselves and all at once, and how fast the spills were."""
+    """What pulls, questions and echoes took, each by itself and all at once, and how fast the spills were."""
 
-    pull: Took
-    ask: Took
-    echo: Took
-    pull_at_once: Took
-    ask_at_once: Took
-    echo_at_once: Took
+    alone: list[Took]
+    at_once: list[Took]
     spilled_gb_per_s: float
     cpu_s_per_gb: float
 
@@ -100,8 +96,7 @@ def watch(slices: int) -> Seen:
 def _compare(
     node: RunningNode, loop: asyncio.Runner, table: bytes, watchers: Sequence[Connection], slices: int
 ) -> Seen:
-    took = [Took([], []) for _ in range(2 * len(watchers))]
-    alone, at_once = took[: len(watchers)], took[len(watchers) :]
+    alone, at_once = ([Took([], []) for _ in watchers] for _ in range(2))
     turns = [([watcher], [what]) for watcher, what in zip(watchers, alone, strict=True)]
     turns.append((list(watchers), at_once))
     meter = Meter(node)
@@ -123,7 +118,7 @@ def _compare(
     if node.stats()["store"]["totals"]["bad_copies"]:
         raise Wrong("a spilled object was not what its table said")
     gb = meter.num_bytes / 1e9
-    return Seen(*took, gb / meter.seconds, meter.cpu_s / gb)
+    return Seen(alone, at_once, gb / meter.seconds, meter.cpu_s / gb)
 
 
 class Meter:

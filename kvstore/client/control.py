@@ -11,12 +11,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import NamedTuple
 
-import zmq
-
 from kvstore.client.address import NodeAddress
-from kvstore.client.ending import end_context
 from kvstore.client.link import Link
-from kvstore.core import BadConfiguration, BadRequest, Namespace, NotAuthorised, Overloaded, PeerLost
+from kvstore.core import BadRequest, Namespace, NotAuthorised, Overloaded, PeerLost
 from kvstore.wire import (
     BootId,
     ClientId,
@@ -52,7 +49,6 @@ class ControlClient:
         client: names this process.
         token: the shared secret, or empty.
         manifests: encoded manifests of the namespaces in use, read whenever Hello is due.
-        context: ZMQ context to share; None: one of its own.
 
     Raises:
         BadConfiguration: `control` is no address.
@@ -65,20 +61,13 @@ class ControlClient:
         token: bytes = b"",
         *,
         manifests: Mapping[Namespace, bytes] | None = None,
-        context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         self.control = control
         self.address: NodeAddress | None = None
         self.welcome: Welcome | None = None
         self.boots_seen = 0
         self._manifests = {} if manifests is None else manifests
-        used = zmq.Context(io_threads=1) if context is None else context
-        self._own_context = used if context is None else None
-        try:
-            self._link = Link(control, client, token, used)
-        except BadConfiguration:
-            self._end_context()
-            raise
+        self._link = Link(control, client, token)
         self._boot: BootId | None = None
         self._greeted: set[Namespace] = set()
         self._greeting = asyncio.Lock()
@@ -131,12 +120,6 @@ class ControlClient:
     def close(self) -> None:
         """Ends the connection."""
         self._link.close()
-        self._end_context()
-
-    def _end_context(self) -> None:
-        context, self._own_context = self._own_context, None  # ending one twice at a time aborts the process
-        if context is not None:
-            end_context(context)
 
     async def _greet(self, namespace: Namespace | None) -> None:
         """Says Hello if this boot has not been greeted, or not for this namespace."""

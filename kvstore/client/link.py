@@ -1,29 +1,28 @@
-"""One connection to one node: a ZMQ DEALER on an asyncio loop, many requests at a time.
+"""One connection to one node, on an asyncio loop: many requests at a time.
 
 A request is sent only over a live connection (otherwise it waits here, and goes away with its caller), so
 a node that comes back is not greeted by requests nobody waits for any more. When a connection is lost or
 refused, all requests fail at once: the replies of those sent have nowhere to go, and those not sent need
-not wait for their deadlines to learn that nobody listens. ZMQ goes on connecting by itself.
+not wait for their deadlines to learn that nobody listens. The link goes on connecting by itself.
 """
 
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
-import zmq
-
+from kvstore.client.address import is_address
 from kvstore.core import BadConfiguration, BadRequest, PeerLost, limits
+from kvstore.stream import FrameStream, connect
 from kvstore.wire import VERSION, ClientId, Reply, Request, RequestBody, decode_reply, encode
 
-RECONNECT_MS = 50
-RECONNECT_MS_MAX = 1_000
-HEARTBEAT_MS = 5_000
-HEARTBEAT_TIMEOUT_MS = 20_000
+RECONNECT_S = 0.05
+RECONNECT_S_MAX = 1.0
+CONNECT_S = (
+    5.0  # until a node has said what it speaks; one that is stopped accepts connections and says nothing
+)
 LATE_REPLIES_MAX = 1_024
-FRAMES_PER_WAKE_UP = 64
-LINGER_MS = 100  # for the last releases
-NO_CONNECTION = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 OnLate = Callable[[Reply], None]
 
@@ -35,9 +34,11 @@ class Link:
         BadConfiguration: `control` is no address.
     """
 
-    def __init__(
-        self, control: str, client: ClientId, token: bytes, context: "zmq.Context[zmq.Socket[bytes]]"
-    ) -> None:
+    def __init__(self, control: str, client: ClientId, token: bytes) -> None:
+        if not is_address(control):
+            raise BadConfiguration(
+                f"{control!r} is no address of a node; it looks like 10.0.0.1:7400 or [fd00::1]:7400"
+            )
         self.control = control
         self.garbage_frames = 0
         self._client = client
@@ -48,25 +49,10 @@ class Link:
         self._unsent: set[int] = set()
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._late: OrderedDict[int, OnLate] = OrderedDict()
-        self._socket = context.socket(zmq.DEALER)
-        _configure(self._socket, ipv6=control.startswith("["))
-        self._monitor = self._socket.get_monitor_socket(NO_CONNECTION)
-        self._connect()
         self._closed = False
-        self._loop.add_reader(self._socket, self._drain)
-        self._loop.add_reader(self._monitor, self._drain_monitor)
-        self._loop.call_soon(self._drain_monitor)  # a queue tells of news only once it was found empty
-
-    def _connect(self) -> None:
-        try:
-            self._socket.connect(f"tcp://{self.control}")
-        except zmq.ZMQError as error:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=0)
-            raise BadConfiguration(
-                f"{self.control!r} is no address of a node; it looks like 10.0.0.1:7400 or [fd00::1]:7400"
-            ) from error
+        self._stream: FrameStream | None = None  # while there is a connection to a node
+        self._trouble = f"the connection to node {control} is closed"
+        self._connecting = self._loop.create_task(self._stay_connected(), name=f"link to {control}")
 
     async def ask(self, body: RequestBody, on_late: OnLate | None = None) -> Reply:
         """Sends a request and waits for its reply; the caller brings the deadline.
@@ -85,7 +71,6 @@ class Link:
         self._outbox.append((request_id, self._frame(request_id, body)))
         try:
             self._flush()
-            self._loop.call_soon(self._drain)
             return await future
         except asyncio.CancelledError:
             if on_late is not None and request_id not in self._unsent:
@@ -94,8 +79,7 @@ class Link:
         finally:
             del self._waiting[request_id]
             self._unsent.discard(request_id)
-            if self._outbox and not self._closed:
-                self._loop.call_soon(self._drain)  # there is room for another one
+            self._flush()  # there is room for another one
 
     def _expect_late(self, request_id: int, future: "asyncio.Future[Reply]", on_late: OnLate) -> None:
         if future.done() and not future.cancelled() and future.exception() is None:
@@ -108,39 +92,26 @@ class Link:
 
     def post(self, body: RequestBody) -> bool:
         """Sends a request whose reply nobody waits for. False: there is no connection, it was not sent."""
-        if self._closed or not self._send(self._frame(next(self._ids), body)):
-            return False
-        self._loop.call_soon(self._drain)
-        return True
+        return self._send(self._frame(next(self._ids), body))
 
     def close(self) -> None:
         """Ends the connection; requests under way fail."""
-        if self._closed:
-            return
         self._closed = True
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_reader(self._monitor)
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=LINGER_MS)
+        self._connecting.cancel()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
         self._fail_all()
 
     def _frame(self, request_id: int, body: RequestBody) -> bytes:
         return encode(Request(VERSION, self._client, request_id, body, self._token))
 
     def _send(self, frame: bytes) -> bool:
-        try:
-            self._socket.send(frame, zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        return True
-
-    def _has_to_send(self) -> bool:
-        in_flight = len(self._waiting) - len(self._unsent)
-        return bool(self._outbox) and in_flight < limits.REQUESTS_IN_FLIGHT_MAX
+        return self._stream is not None and self._stream.send(frame)
 
     def _flush(self) -> None:
-        while self._has_to_send():
+        """Sends what waits, as far as requests may be under way."""
+        while self._outbox and len(self._waiting) - len(self._unsent) < limits.REQUESTS_IN_FLIGHT_MAX:
             request_id, frame = self._outbox[0]
             if request_id in self._unsent:
                 if not self._send(frame):
@@ -148,22 +119,45 @@ class Link:
                 self._unsent.discard(request_id)
             self._outbox.popleft()
 
-    def _drain(self) -> None:
-        """Receives and sends until neither is possible. ZMQ tells of news once, and any call may swallow it:
-        so its state is looked at before every step, and here once more after each send from outside."""
-        for _ in range(FRAMES_PER_WAKE_UP):
-            if self._closed:
-                return
-            events = int(self._socket.getsockopt(zmq.EVENTS))
-            if events & zmq.POLLIN:
-                self._receive(self._socket.recv(zmq.DONTWAIT, copy=False).buffer)
-            elif events & zmq.POLLOUT and self._has_to_send():
-                self._flush()
-            else:
-                return
-        self._loop.call_soon(self._drain)
+    # --- the connection -------------------------------------------------------------------------------
 
-    def _receive(self, frame: memoryview) -> None:
+    async def _stay_connected(self) -> None:
+        pause_s = RECONNECT_S
+        while True:
+            lost = asyncio.Event()
+            stream = FrameStream(_opened, self._came, partial(self._ended, lost))
+            self._trouble = f"no connection to node {self.control}: is it running?"
+            try:
+                async with asyncio.timeout(CONNECT_S) as self._patience:
+                    await connect(self.control, stream)
+                    await lost.wait()
+            except (OSError, TimeoutError, UnicodeError) as error:
+                self._trouble += f" ({error})" if str(error) else ""
+            finally:
+                stream.close()
+            self._fail_all()
+            await asyncio.sleep(pause_s)
+            pause_s = RECONNECT_S if stream.greeted else min(2 * pause_s, RECONNECT_S_MAX)
+
+    def _came(self, stream: FrameStream) -> None:
+        try:
+            while (frame := stream.take()) is not None:
+                self._receive(frame)
+        except BadRequest as error:
+            self._trouble = f"{self.control}: {error}"
+            stream.abort()
+            return
+        if stream.greeted and self._stream is None and not self._closed:
+            self._patience.reschedule(None)
+            self._stream = stream
+            self._flush()
+
+    def _ended(self, lost: asyncio.Event, stream: FrameStream) -> None:
+        if stream is self._stream:
+            self._stream = None
+        lost.set()
+
+    def _receive(self, frame: bytes) -> None:
         try:
             reply = decode_reply(frame)
         except BadRequest:
@@ -175,28 +169,11 @@ class Link:
         elif (on_late := self._late.pop(reply.request_id, None)) is not None:
             on_late(reply)
 
-    def _drain_monitor(self) -> None:
-        try:
-            while not self._closed:
-                self._monitor.recv_multipart(zmq.DONTWAIT)
-                self._drain()  # replies that came before the end
-                self._fail_all()
-        except zmq.Again:
-            return
-
     def _fail_all(self) -> None:
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(PeerLost(f"no connection to node {self.control}: is it running?"))
+                future.set_exception(PeerLost(self._trouble))
 
 
-def _configure(dealer: "zmq.Socket[bytes]", *, ipv6: bool) -> None:
-    dealer.setsockopt(zmq.IPV6, int(ipv6))  # with it, "localhost" would mean ::1 only
-    dealer.setsockopt(zmq.IMMEDIATE, 1)
-    dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-    dealer.setsockopt(zmq.SNDHWM, limits.REQUESTS_IN_FLIGHT_MAX)
-    dealer.setsockopt(zmq.RCVHWM, limits.REPLIES_QUEUED_MAX)
-    dealer.setsockopt(zmq.MAXMSGSIZE, limits.FRAME_BYTES_MAX)
-    dealer.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+def _opened(_: FrameStream) -> None:
+    """It is used when the node has said what it speaks."""

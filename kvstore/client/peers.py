@@ -5,20 +5,15 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
 
-import zmq
-
 from kvstore.client.address import NodeAddress, is_address
 from kvstore.client.breaker import Breaker, BreakerOpen
 from kvstore.client.config import ClientConfig
 from kvstore.client.control import REFUSALS, TROUBLE, Answer, ControlClient, Undo
-from kvstore.client.ending import end_context
-from kvstore.core import BadConfiguration, KVStoreError, Namespace, PeerLost
+from kvstore.core import KVStoreError, Namespace, PeerLost
 from kvstore.index import NodeRecord
 from kvstore.wire import NodeId, RequestBody, Welcome
 
 log = logging.getLogger(__name__)
-
-END_S = 1.0  # for the last releases of all connections; see `ending`
 
 
 class Peer:
@@ -133,28 +128,17 @@ class Peers:
         self._manifests = manifests
         self._clock = clock
         self._rng = rng
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._probes: set[asyncio.Task[None]] = set()
         self._peers: dict[str, Peer] = {}
         self._alive: Mapping[NodeId, NodeRecord] = {}
         self._odd: set[str] = set()  # addresses already complained about
-        try:
-            self.local = self.at(config.node)
-        except BadConfiguration:
-            end_context(self._context)
-            raise
+        self.local = self.at(config.node)
 
     def at(self, control: str) -> Peer:
         """The node at this control endpoint."""
         peer = self._peers.get(control)
         if peer is None:
-            link = ControlClient(
-                control,
-                self._config.client,
-                self._config.token,
-                manifests=self._manifests,
-                context=self._context,
-            )
+            link = ControlClient(control, self._config.client, self._config.token, manifests=self._manifests)
             breaker = Breaker(
                 self._clock,
                 self._rng,
@@ -221,5 +205,6 @@ class Peers:
             await asyncio.wait(list(self._probes))
         for peer in self._peers.values():
             peer.control.close()
-        ending = end_context(self._context)
-        await asyncio.get_running_loop().run_in_executor(None, ending.join, END_S)
+        await asyncio.sleep(
+            0
+        )  # connections end in the loop's next turn; the last releases are with the kernel

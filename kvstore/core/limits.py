@@ -28,7 +28,7 @@ DEPTH_MAX = 1 << 32
 OBJECT_BYTES_MAX = 1 << 40  # what a message may say; a namespace's geometry decides
 PARKED_PER_CLIENT_MAX = 256
 REQUESTS_IN_FLIGHT_MAX = 512  # sent over one connection and not answered; more wait at the client
-REPLIES_QUEUED_MAX = 1_024  # to one client; more are lost
+UNSENT_BYTES_MAX = 64 * MIB  # of frames that the other side does not take; more are lost
 WATCHED_KEYS_MAX = 65_536
 NAMESPACES_MAX = 1_024
 CLIENTS_MAX = 4_096
@@ -114,5 +114,5 @@ assert LEASED_SHARE_MAX + RESERVED_AND_HELD_SHARE_MAX < 1.0, "something must be 
 assert HEARTBEAT_S * 3 < HEARTBEAT_EXPIRY_S, "two lost heartbeats must not kill a node"
 assert INDEX_PASS_S * 2 < INDEX_EXPIRY_S, "an hourly pass that fails must not cost every entry"
 assert PARKED_PER_CLIENT_MAX < REQUESTS_IN_FLIGHT_MAX, "parked requests may not keep all others out"
-assert 2 * REQUESTS_IN_FLIGHT_MAX <= REPLIES_QUEUED_MAX, "no reply that somebody waits for may be lost"
+assert 2 * FRAME_BYTES_MAX <= UNSENT_BYTES_MAX, "a client that is slow for a moment may not lose a reply"
 assert WAIT_S_MAX < LEASE_S_MAX, "a parked Acquire may not outlive its own lease"

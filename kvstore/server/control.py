@@ -14,7 +14,7 @@ from time import perf_counter
 
 from kvstore.core import BadRequest, KVStoreError, NamespaceUnknown, NotAuthorised, Overloaded, limits
 from kvstore.server.calls import Calls, Verifier, given_back, lease_of
-from kvstore.server.endpoint import Endpoint
+from kvstore.server.endpoint import Endpoint, Peer
 from kvstore.server.parking import Parking
 from kvstore.server.stats import Counters, ServerStats
 from kvstore.server.turns import Rest
@@ -100,7 +100,7 @@ class ControlServer:
         """A frozen picture of the counters."""
         return self._counters.freeze(len(self._parking), self._parking.total, self._parking.refused)
 
-    def _receive(self, peer: bytes, frame: bytes) -> Rest | None:
+    def _receive(self, peer: Peer, frame: bytes) -> Rest | None:
         try:
             request = decode_request(frame)
         except BadRequest as error:
@@ -149,7 +149,7 @@ class ControlServer:
         log.error("%s failed: a bug of the node", type(request.body).__name__, exc_info=error)
         return Failed("internal", f"the node failed at this request: {type(error).__name__}; see its log")
 
-    def _answer_unreadable(self, peer: bytes, frame: bytes, error: BadRequest) -> None:
+    def _answer_unreadable(self, peer: Peer, frame: bytes, error: BadRequest) -> None:
         try:
             envelope = decode_envelope(frame)
         except BadRequest:
@@ -161,7 +161,7 @@ class ControlServer:
             failure = _version_failure(envelope.version)
         self._reply(peer, envelope.version, envelope.request_id, failure)
 
-    def _reply(self, peer: bytes, version: int, request_id: int, body: ReplyBody) -> None:
+    def _reply(self, peer: Peer, version: int, request_id: int, body: ReplyBody) -> None:
         spoken = version if version in VERSIONS_SPOKEN else VERSION
         frame = self._encoder.encode(Reply(spoken, self._boot, request_id, body))
         if len(frame) > limits.FRAME_BYTES_MAX:

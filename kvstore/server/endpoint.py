@@ -1,36 +1,27 @@
-"""The control socket: a ZMQ ROUTER on an asyncio loop.
+"""The control socket: connections that carry frames, on an asyncio loop.
 
-ZMQ tells through one descriptor that *something* changed, once per change (edge-triggered), and sending
-may swallow that news. So a drain ends only with "nothing there", or with a promise to go on: after a
-bounded share of the loop's time, and after every send from outside a drain.
-
-The ROUTER takes one frame from each peer in turn, and a peer's queue is bounded (a full one stops its
-TCP connection), so a peer that floods the socket waits behind itself. What has been received takes turns, see
-`turns`. What is not bounded here, because ZMQ has no bound for it, is the number of parts of one message: another
-reason to keep the port fenced.
+What comes is cut into frames one at a time, of each peer in turn, and only as many as may wait (see `turns`); the
+rest stays in its connection, which is then not read from. So a peer that floods the node waits behind itself. Frames
+are handled for a bounded share of the loop's time: then timers get their turn, and what has come meanwhile is read.
 """
 
 import asyncio
+import contextlib
 import errno
-import logging
 import socket
-import threading
 from collections.abc import Callable
 
-import zmq
-
-from kvstore.core import BadConfiguration, limits
+from kvstore.core import BadConfiguration, BadRequest
 from kvstore.server.port import port_holder
 from kvstore.server.turns import Rest, Turns
+from kvstore.stream import FrameStream
 
-log = logging.getLogger(__name__)
+BUDGET_S = 0.0003  # of the loop's time, before it looks for what has come
+BACKLOG = 1_024  # connections that come at once, as after a restart
+LINGER_S = 0.5  # for the last replies of a node that stops
 
-BUDGET_S = 0.001  # of the loop's time per wake-up; timers and other sockets get their turn
-FRAMES_QUEUED_PER_PEER = 64  # of requests; then the peer's connection is not read for a while
-END_S = 2.0
-LINGER_MS = 500  # for the last replies of a node that stops
-HEARTBEAT_MS = 5_000
-HEARTBEAT_TIMEOUT_MS = 20_000  # then a connection whose other end has vanished is given up
+Peer = FrameStream
+"""Whose frame it is; what is sent back to it goes to its connection."""
 
 
 class Endpoint:
@@ -39,21 +30,23 @@ class Endpoint:
     Args:
         listen: "host:port"; IPv4, "[IPv6]" or a name that resolves to one of them. Port 0 takes a free one.
         receive: is given (peer, frame) on the loop, one call per frame; returns what is left to be done of it.
-        malformed: is called for every message that is not exactly one frame.
+        malformed: is called for every connection that carries something else than frames; it is ended.
     """
 
     def __init__(
-        self, listen: str, receive: Callable[[bytes, bytes], Rest | None], malformed: Callable[[], None]
+        self, listen: str, receive: Callable[[Peer, bytes], Rest | None], malformed: Callable[[], None]
     ) -> None:
         self.address = listen
         self._receive = receive
         self._malformed = malformed
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
+        self._server: asyncio.Server | None = None
+        self._peers: set[Peer] = set()
+        self._none_left = asyncio.Event()
+        self._unread: dict[Peer, None] = {}  # may have sent a whole frame; in the order of their turns
+        self._turns: Turns[Peer] = Turns()
         self._reading = False
-        self._draining = False
-        self._turns = Turns()
+        self._drain_is_due = False
 
     async def start(self) -> None:
         """Binds; afterwards `address` is what was bound.
@@ -63,101 +56,119 @@ class Endpoint:
         """
         self._loop = asyncio.get_running_loop()
         host, port, ipv6 = await _resolve(self._loop, self.address)
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.ROUTER)
-        _configure(self._socket, ipv6)
-        try:
-            self._socket.bind(f"tcp://[{host}]:{port}" if ipv6 else f"tcp://{host}:{port}")
-        except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            self._context.term()
-            raise BadConfiguration(_why_not_bound(self.address, port, error)) from error
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         self._reading = True
-        self._loop.add_reader(self._socket, self._drain)
-        self._loop.call_soon(self._drain)
+        try:
+            bound = _bound(host, port, ipv6=ipv6)
+            self._server = await self._loop.create_server(self._connection, sock=bound, backlog=BACKLOG)
+        except OSError as error:
+            raise BadConfiguration(_why_not_bound(self.address, port, error)) from error
+        host, port, *_ = bound.getsockname()
+        self.address = f"[{host}]:{port}" if ipv6 else f"{host}:{port}"
 
     def stop_reading(self) -> None:
         """No frame is received any more; replies can still be sent."""
-        if self._reading and self._loop is not None and self._socket is not None:
-            self._reading = False
-            self._loop.remove_reader(self._socket)
+        self._reading = False
+        for peer in self._peers:
+            peer.pause()
 
     async def close(self) -> None:
         """Gives the port back, after the last replies have left or 0.5 s have passed."""
         self.stop_reading()
-        if self._socket is not None:
-            self._socket.close(linger=LINGER_MS)
-            self._socket = None
-        context, self._context = self._context, None  # ending one twice at a time aborts the process
-        if context is not None and self._loop is not None:
-            # `term` has been seen to hang for ever (libzmq 4.3.5, a connection that broke while its socket was
-            # closing), so it runs in a thread that nobody must wait for.
-            ending = threading.Thread(target=context.term, name="zmq-term", daemon=True)
-            ending.start()
-            await self._loop.run_in_executor(None, ending.join, END_S)
-            if ending.is_alive():
-                log.warning("a client's connection did not end within %g s; it is left to itself", END_S)
+        if self._server is not None:
+            self._server.close()
+        for peer in list(self._peers):
+            peer.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while self._peers:
+                    self._none_left.clear()
+                    await self._none_left.wait()
+        for peer in list(self._peers):
+            peer.abort()
 
-    def send(self, peer: bytes, frame: bytes) -> bool:
+    def send(self, peer: Peer, frame: bytes) -> bool:
         """Sends one frame without waiting. False: the peer is gone, or does not take its replies."""
-        if self._socket is None:
-            return False
-        try:
-            self._socket.send_multipart((peer, frame), flags=zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            if error.errno not in {zmq.EAGAIN, zmq.EHOSTUNREACH}:
-                raise
-            return False
-        finally:
-            if not self._draining and self._reading and self._loop is not None:
-                self._loop.call_soon(self._drain)
-        return True
+        return peer.send(frame)
+
+    def _connection(self) -> Peer:
+        return FrameStream(self._opened, self._came, self._ended)
+
+    def _opened(self, peer: Peer) -> None:
+        self._peers.add(peer)
+        if not self._reading:
+            peer.pause()
+
+    def _came(self, peer: Peer) -> None:
+        if self._turns.full:
+            peer.pause()
+        self._unread[peer] = None
+        self._drain_soon()
+
+    def _ended(self, peer: Peer) -> None:
+        """What it has said is handled all the same."""
+        self._peers.discard(peer)
+        if not self._peers:
+            self._none_left.set()
+
+    def _drain_soon(self) -> None:
+        if not self._drain_is_due and self._loop is not None:
+            self._drain_is_due = True
+            self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        if not self._reading or self._socket is None or self._loop is None:
-            return
+        self._drain_is_due = False
+        assert self._loop is not None, "frames came before the start"
         end = self._loop.time() + BUDGET_S
-        self._draining = True
-        try:
-            while self._loop.time() < end:
-                self._look()
-                if not self._turns:
-                    return
-                peer, frame = self._turns.take()
-                rest = self._receive(peer, frame) if isinstance(frame, bytes) else frame()
-                if rest is not None:
-                    self._turns.put_back(peer, rest)
-        finally:
-            self._draining = False
-        self._loop.call_soon(self._drain)
+        while self._reading:
+            self._look()
+            if not self._turns:
+                return
+            peer, frame = self._turns.take()
+            rest = self._receive(peer, frame) if isinstance(frame, bytes) else frame()
+            if rest is not None:
+                self._turns.put_back(peer, rest)
+            if self._loop.time() >= end:
+                self._drain_soon()
+                return
 
     def _look(self) -> None:
-        """Receives what has come, as far as there is room. Nothing there: the next change will be told."""
-        assert self._socket is not None, "looked at before the start"
-        try:
-            while not self._turns.full:
-                parts = self._socket.recv_multipart(zmq.DONTWAIT)
-                if len(parts) == 2:
-                    self._turns.put(parts[0], parts[1])
-                else:
-                    self._malformed()
-        except zmq.Again:
-            return
+        """Has frames wait for their turn, one of each peer, as far as there is room."""
+        while self._unread and not self._turns.full:
+            peer = next(iter(self._unread))
+            del self._unread[peer]
+            try:
+                frame = peer.take()
+            except BadRequest:
+                self._malformed()
+                peer.abort()
+                continue
+            if frame is None:
+                peer.resume()
+            else:
+                self._turns.put(peer, frame)
+                self._unread[peer] = None
 
 
-def _configure(router: "zmq.Socket[bytes]", ipv6: bool) -> None:
-    router.setsockopt(zmq.IPV6, int(ipv6))
-    router.setsockopt(zmq.MAXMSGSIZE, limits.FRAME_BYTES_MAX)  # a larger frame ends its connection
-    router.setsockopt(zmq.RCVHWM, FRAMES_QUEUED_PER_PEER)
-    router.setsockopt(zmq.SNDHWM, limits.REPLIES_QUEUED_MAX)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that cannot be delivered is counted
-    router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+def _bound(host: str, port: int, *, ipv6: bool) -> socket.socket:
+    """A socket that has this address; of IPv6, [::] means all addresses of both kinds.
+
+    Raises:
+        OSError
+    """
+    bound = socket.socket(socket.AF_INET6 if ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if ipv6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 async def _resolve(loop: asyncio.AbstractEventLoop, listen: str) -> tuple[str, int, bool]:
-    """(numeric host, port, is IPv6): ZMQ binds to numbers only."""
+    """(numeric host, port, is IPv6): a name may have several addresses, and one is bound."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit():
         raise BadConfiguration(f"{listen!r} is no listen address; it looks like 127.0.0.1:7400 or [::1]:7400")
@@ -170,7 +181,7 @@ async def _resolve(loop: asyncio.AbstractEventLoop, listen: str) -> tuple[str, i
     return str(address[0]), int(port), family == socket.AF_INET6
 
 
-def _why_not_bound(listen: str, port: int, error: zmq.ZMQError) -> str:
+def _why_not_bound(listen: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} of {listen} is taken by {port_holder(port)}: stop that, or listen elsewhere"
-    return f"cannot listen on {listen}: {error}; is it an address of this machine?"
+    return f"cannot listen on {listen}: {error.strerror}; is it an address of this machine?"

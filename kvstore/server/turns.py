@@ -10,27 +10,28 @@ what is small comes in between.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import Union
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar, Union
 
 from kvstore.core import limits
 
 SMALL_BYTES = 2_048  # some tens of keys
 SMALL_IN_A_ROW = 16
-FRAMES_HELD = 64  # of all peers; what comes then stays in ZMQ's queue of its peer
+FRAMES_HELD = 64  # of all peers; what comes then stays in its connection
 BYTES_HELD = limits.FRAME_BYTES_MAX
 
+P = TypeVar("P", bound=Hashable)  # a peer
 
 Rest = Callable[[], Union["Rest", None]]
 """Handles the next slice of a frame; what is then left of it."""
 
 
-class Turns:
+class Turns(Generic[P]):
     """Frames that were received and are not handled yet, or not to their end."""
 
     def __init__(self) -> None:
-        self._small: OrderedDict[bytes, deque[bytes | Rest]] = OrderedDict()  # peers by their next frame
-        self._large: OrderedDict[bytes, deque[bytes | Rest]] = OrderedDict()
+        self._small: OrderedDict[P, deque[bytes | Rest]] = OrderedDict()  # peers by their next frame
+        self._large: OrderedDict[P, deque[bytes | Rest]] = OrderedDict()
         self._num_frames = 0
         self._num_bytes = 0
         self._in_a_row = 0  # small ones while a large one waited
@@ -43,7 +44,7 @@ class Turns:
         """Whether no more should be received for now."""
         return self._num_frames >= FRAMES_HELD or self._num_bytes >= BYTES_HELD
 
-    def put(self, peer: bytes, frame: bytes) -> None:
+    def put(self, peer: P, frame: bytes) -> None:
         """A frame has come."""
         self._num_frames += 1
         self._num_bytes += len(frame)
@@ -53,7 +54,7 @@ class Turns:
         else:
             waiting.append(frame)
 
-    def put_back(self, peer: bytes, rest: Rest) -> None:
+    def put_back(self, peer: P, rest: Rest) -> None:
         """This is left of what was taken last."""
         self._num_frames += 1
         waiting = self._small.pop(peer, None) or self._large.pop(peer, None) or deque()
@@ -61,7 +62,7 @@ class Turns:
         self._queue(peer, waiting)
         self._large.move_to_end(peer, last=False)
 
-    def take(self) -> tuple[bytes, bytes | Rest]:
+    def take(self) -> tuple[P, bytes | Rest]:
         """The peer whose turn it is, and its frame, or what is left of one. There must be one."""
         small_first = bool(self._small) and (not self._large or self._in_a_row < SMALL_IN_A_ROW)
         self._in_a_row = self._in_a_row + 1 if small_first and self._large else 0
@@ -73,7 +74,7 @@ class Turns:
             self._queue(peer, waiting)
         return peer, frame
 
-    def _queue(self, peer: bytes, waiting: deque[bytes | Rest]) -> None:
+    def _queue(self, peer: P, waiting: deque[bytes | Rest]) -> None:
         """Behind the others whose next frame is of its size."""
         is_small = isinstance(waiting[0], bytes) and len(waiting[0]) <= SMALL_BYTES
         (self._small if is_small else self._large)[peer] = waiting

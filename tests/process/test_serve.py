@@ -12,7 +12,6 @@ import msgspec
 import psutil
 import pytest
 import redis
-import zmq
 
 from kvstore.core import Key, Manifest, limits
 from kvstore.wire import (
@@ -42,6 +41,7 @@ from kvstore.wire import (
     encode,
 )
 from tests.support import Process, RedisServer, wait_until
+from tests.support.frames import RawConnection
 from tests.support.node import RunningNode, node_command, running_node
 
 pytestmark = pytest.mark.process
@@ -65,10 +65,7 @@ class Talk:
     """A client that speaks the protocol and nothing else."""
 
     def __init__(self, address: str, token: bytes = b"") -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
-        self._socket.connect(f"tcp://{address}")
+        self._connection = RawConnection(address)
         self._token = token
         self._requests = 0
 
@@ -76,14 +73,15 @@ class Talk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
+        self._connection.close()
 
     def ask(self, body: RequestBody) -> ReplyBody:
         self._requests += 1
         client = ClientId(b"c" * limits.CLIENT_ID_BYTES)
-        self._socket.send(encode(Request(VERSION, client, self._requests, body, self._token)))
-        reply = decode_reply(self._socket.recv())
+        self._connection.send(encode(Request(VERSION, client, self._requests, body, self._token)))
+        frame = self._connection.receive(20.0)
+        assert frame is not None, "no reply"
+        reply = decode_reply(frame)
         assert reply.request_id == self._requests
         return reply.body
 

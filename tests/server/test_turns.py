@@ -11,20 +11,20 @@ SMALL, LARGE = bytes(SMALL_BYTES), bytes(SMALL_BYTES + 1)
 PEERS = [bytes([number]) for number in range(4)]
 
 
-def take(turns: Turns) -> tuple[bytes, bytes]:
+def take(turns: Turns[bytes]) -> tuple[bytes, bytes]:
     peer, frame = turns.take()
     assert isinstance(frame, bytes)
     return peer, frame
 
 
-def take_all(turns: Turns) -> list[tuple[bytes, bytes]]:
+def take_all(turns: Turns[bytes]) -> list[tuple[bytes, bytes]]:
     return [take(turns) for _ in range(len(turns))]
 
 
 class Slices:
     """Handles what is taken; a frame ends when it was taken as often as its fifth byte says."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: Turns[bytes]) -> None:
         self._turns = turns
         self.ended: list[tuple[bytes, bytes]] = []
 
@@ -45,7 +45,7 @@ class Slices:
 def test_nothing_is_lost_and_a_peers_own_frames_stay_in_order(arrivals) -> None:
     """Mutants: a peer's small frames overtake its large ones, or what is left of one; a peer whose frames were all
     taken is lost."""
-    turns = Turns()
+    turns: Turns[bytes] = Turns()
     slices = Slices(turns)
     put: list[tuple[bytes, bytes]] = []
     for number, (peer, is_small, num_slices, takes) in enumerate(arrivals):
@@ -63,7 +63,7 @@ def test_nothing_is_lost_and_a_peers_own_frames_stay_in_order(arrivals) -> None:
 
 def test_only_what_is_small_comes_before_what_is_left_of_a_frame() -> None:
     """Mutants: `put_back` queues behind the other large ones; or before the small ones."""
-    turns = Turns()
+    turns: Turns[bytes] = Turns()
     for peer in PEERS[:3]:
         turns.put(peer, LARGE)
     assert take(turns) == (PEERS[0], LARGE)
@@ -75,7 +75,7 @@ def test_only_what_is_small_comes_before_what_is_left_of_a_frame() -> None:
 
 
 def test_a_small_frame_does_not_wait_for_the_batches_of_others() -> None:
-    turns = Turns()
+    turns: Turns[bytes] = Turns()
     for peer in PEERS[:3]:
         turns.put(peer, LARGE)
     turns.put(PEERS[3], SMALL)
@@ -84,7 +84,7 @@ def test_a_small_frame_does_not_wait_for_the_batches_of_others() -> None:
 
 def test_small_frames_keep_a_large_one_waiting_for_a_bounded_time() -> None:
     """Mutant: small ones always come first."""
-    turns = Turns()
+    turns: Turns[bytes] = Turns()
     turns.put(PEERS[0], LARGE)
     for _ in range(2 * SMALL_IN_A_ROW):
         turns.put(PEERS[1], SMALL)
@@ -92,7 +92,7 @@ def test_small_frames_keep_a_large_one_waiting_for_a_bounded_time() -> None:
 
 
 def test_a_peer_that_floods_waits_behind_itself() -> None:
-    turns = Turns()
+    turns: Turns[bytes] = Turns()
     for _ in range(10):
         turns.put(PEERS[0], LARGE)
     turns.take()
@@ -101,7 +101,7 @@ def test_a_peer_that_floods_waits_behind_itself() -> None:
 
 
 def test_what_is_held_is_bounded_in_frames_and_bytes() -> None:
-    turns = Turns()
+    turns: Turns[bytes] = Turns()
     fullness = []
     for _ in range(FRAMES_HELD):
         fullness.append(turns.full)

@@ -105,9 +105,8 @@ class ControlNode:
         """As `kill -9` looks from outside: connections are reset, nothing is answered. `start` brings it back."""
         endpoint = self.server._endpoint
         endpoint.stop_reading()
-        assert endpoint._socket is not None
-        endpoint._socket.close(linger=0)
-        endpoint._socket = None
+        for peer in endpoint._peers:
+            peer.abort()
         await self.stop()
 
     async def publish(self, index: Index) -> None:
