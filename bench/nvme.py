@@ -222,8 +222,8 @@ def tell(report: Report, seen: Seen) -> None:
     pulled, asked, echoed = map(_both, seen.alone)
     report.note(
         f"a node that spills {seen.spilled_gb_per_s:.2f} GB/s ({seen.cpu_s_per_gb:.2f} CPU s/GB of all of it), p99 "
-        f"idle and meanwhile: pulls of {PULLED_BYTES // MIB} MiB {pulled}, a Hello {asked}, a question to a process that "
-        f"only echoes {echoed}; all three at once: {', '.join(map(_both, seen.at_once))}"
+        f"idle and meanwhile: pulls of {PULLED_BYTES // MIB} MiB {pulled}, a Hello {asked}, a question to a process "
+        f"that only echoes {echoed}; all three at once: {', '.join(map(_both, seen.at_once))}"
     )
     pull, ask, _ = seen.alone
     ratio = p99(pull.spilling) / p99(pull.idle)

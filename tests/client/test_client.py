@@ -22,7 +22,7 @@ from kvstore.client import (
 from kvstore.client.breaker import BreakerState
 from kvstore.core import BadConfiguration, BadRequest, IndexDown, MissReason, Namespace, Tier, limits
 from kvstore.index import InProcessIndex, NodeRecord, RedisIndex
-from kvstore.server.endpoint import Peer
+from kvstore.stream import FrameStream
 from kvstore.transfer import InProcessNetwork
 from tests.support import free_port, wait_until_async
 from tests.support.control_node import (
@@ -409,7 +409,7 @@ async def test_a_late_grant_is_not_taken_back_from_who_asked_again(nodes, client
     endpoint = nodes[0].server._endpoint
     send, held = endpoint.send, []
 
-    def hold(peer: Peer, frame: bytes) -> bool:
+    def hold(peer: FrameStream, frame: bytes) -> bool:
         held.append((peer, frame))
         return True
 
@@ -436,7 +436,7 @@ async def test_commit_is_said_again_when_its_reply_was_lost(nodes, client, monke
     send = nodes[0].server._endpoint.send
     lost: list[bytes] = []
 
-    def lossy(peer: Peer, frame: bytes) -> bool:
+    def lossy(peer: FrameStream, frame: bytes) -> bool:
         if not lost:
             lost.append(frame)
             return True

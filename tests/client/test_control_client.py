@@ -9,7 +9,7 @@ from kvstore.client import ControlClient
 from kvstore.client.config import new_client_id
 from kvstore.core import BadConfiguration, BadRequest, NotAuthorised, PeerLost, limits
 from kvstore.server import ControlServer
-from kvstore.server.endpoint import Peer
+from kvstore.stream import FrameStream
 from kvstore.wire import (
     Abort,
     Acquire,
@@ -251,7 +251,7 @@ async def test_a_post_is_sent_and_its_reply_ignored(node, client) -> None:
 
 async def test_garbage_from_a_node_is_counted_and_costs_the_deadline_only(node, client) -> None:
     await client.hello(5.0)
-    peers: list[Peer] = []
+    peers: list[FrameStream] = []
     node.server._endpoint._receive = lambda peer, _: peers.append(peer)
     with pytest.raises(PeerLost):
         await client.ask(Hello(), 0.1)
@@ -278,12 +278,12 @@ class HeldReplies:
     """Keeps a server's replies back until told."""
 
     def __init__(self, server: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.held: list[tuple[Peer, bytes]] = []
+        self.held: list[tuple[FrameStream, bytes]] = []
         self._endpoint = server._endpoint
         self._monkeypatch = monkeypatch
         monkeypatch.setattr(self._endpoint, "send", self._hold)
 
-    def _hold(self, peer: Peer, frame: bytes) -> bool:
+    def _hold(self, peer: FrameStream, frame: bytes) -> bool:
         self.held.append((peer, frame))
         return True
 
@@ -298,7 +298,7 @@ async def test_more_requests_than_may_be_in_flight_are_all_answered(node, client
     await client.hello(5.0)
     most = 0
 
-    def watched(peer: Peer, frame: bytes) -> None:
+    def watched(peer: FrameStream, frame: bytes) -> None:
         nonlocal most
         most = max(most, len(client._link._waiting) - len(client._link._unsent))
         receive(peer, frame)
