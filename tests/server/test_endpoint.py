@@ -1,6 +1,7 @@
 """The socket under load: what holds without knowing what the frames say."""
 
 import asyncio
+import socket
 import time
 from functools import partial
 
@@ -152,6 +153,20 @@ async def test_the_last_replies_leave_before_the_port_is_given_back() -> None:
         received = asyncio.get_running_loop().run_in_executor(None, partial(peer.receive, 10.0))
         await endpoint.close()
         assert await received == reply
+
+
+async def test_replies_leave_at_once() -> None:
+    """Mutant: what asyncio does by itself, which is nothing for connections to a socket that it was given."""
+    peers: list[Peer] = []
+    endpoint = Endpoint("127.0.0.1:0", lambda peer, _: peers.append(peer), lambda: None)
+    await endpoint.start()
+    with raw_peer(endpoint.address) as peer:
+        peer.send(b"hello")
+        await wait_until_async(lambda: peers)
+        assert peers[0]._transport is not None
+        connection = peers[0]._transport.get_extra_info("socket")
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    await endpoint.close()
 
 
 async def test_stop_reading_leaves_replies_possible() -> None:
