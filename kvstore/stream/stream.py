@@ -102,6 +102,7 @@ class FrameStream(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         """See `asyncio.Protocol`."""
+        self._transport = None  # to abort one that has ended would end it a second time
         self._on_end(self)
 
 

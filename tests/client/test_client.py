@@ -528,7 +528,7 @@ async def test_a_breaker_probe_is_not_paid_by_a_call(nodes, client) -> None:
 async def test_a_node_with_an_impossible_address_in_the_index_is_left_out(
     nodes, index, client, caplog, control
 ) -> None:
-    """Mutant: believe what ZMQ cannot connect to: every call of every client would raise."""
+    """Mutant: believe what nobody can connect to: every call of every client would raise."""
     await store(nodes[0], KEYS[:2], index)
     record = NodeRecord(node=NodeId(b"odd-node"), boot=nodes[0].boot, control=control)
     await index.heartbeat(record, 60.0)

@@ -234,7 +234,7 @@ async def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_els
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f", b"kvstore\x02"])
 async def test_who_speaks_something_else_is_sent_away_at_once(said) -> None:
-    """A browser; a client of ZMQ; a release to come. Mutant: the preamble is not compared."""
+    """A browser; a client of ZeroMQ; a release to come. Mutant: the preamble is not compared."""
     async with running(ControlNode()) as node:
         with raw_peer(node.address, preamble=said) as peer:
             await peer.end()
