@@ -18,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from kvstore.client.address import NodeAddress
+from kvstore.client.flight import Job
 from kvstore.client.staging import Staging
-from kvstore.client.voyage import Job, Voyage
+from kvstore.client.voyage import Voyage
 from kvstore.core import Extents, MissReason, Part, Run, checksums, proves
 from kvstore.transfer import Handle, Piece, Status, Transfer
 
@@ -195,7 +196,7 @@ class Mover:
             self._transfer.submit_read(segment, [Piece(slot.address, node.arena_base, 1)]),
         ):
             if self._transfer.wait(handle, MEET_S) is Status.PENDING:
-                self.staging.retire(slot, handle)
+                self.staging.retire(slot, [handle])
                 return
         self.staging.give_back(slot)
 

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvstore.transfer import Handle, Status, Transfer
@@ -56,7 +57,7 @@ class Staging:
         ctypes.memset(self._address, 0, self._size_bytes)  # first touches are slow: now, not in a transfer
         self._changed = threading.Condition()
         self._free: dict[int, int] = {0: self._size_bytes}  # offset -> bytes, never two that touch
-        self._retired: dict[Handle, Slot] = {}
+        self._retired: dict[int, tuple[Slot, list[Handle]]] = {}  # by offset
         self._retirements = 0
         transfer.register(self._address, self._size_bytes)
 
@@ -97,10 +98,10 @@ class Staging:
             self._restore(slot)
             self._changed.notify_all()
 
-    def retire(self, slot: Slot, handle: Handle) -> None:
-        """The slot's transfer has not ended: out of use until it has. The handle is polled here from now on."""
+    def retire(self, slot: Slot, handles: Sequence[Handle]) -> None:
+        """Transfers of the slot have not ended: out of use until they have. Polled here from now on."""
         with self._changed:
-            self._retired[handle] = slot
+            self._retired[slot.offset_bytes] = (slot, list(handles))
             self._retirements += 1
 
     def stats(self) -> StagingStats:
@@ -110,7 +111,7 @@ class Staging:
             return StagingStats(
                 self._size_bytes,
                 sum(self._free.values()),
-                sum(_rounded(slot.size_bytes) for slot in self._retired.values()),
+                sum(_rounded(slot.size_bytes) for slot, _ in self._retired.values()),
                 self._retirements,
             )
 
@@ -123,9 +124,12 @@ class Staging:
         self._transfer.unregister(self._address)
 
     def _reap(self) -> None:
-        ended = [h for h in self._retired if self._transfer.poll(h) is not Status.PENDING]
-        for handle in ended:
-            self._restore(self._retired.pop(handle))
+        for offset, (slot, handles) in list(self._retired.items()):
+            while handles and self._transfer.poll(handles[-1]) is not Status.PENDING:
+                handles.pop()
+            if not handles:
+                del self._retired[offset]
+                self._restore(slot)
 
     def _cut(self, offset: int, needed: int, size_bytes: int) -> Slot:
         free = self._free.pop(offset)

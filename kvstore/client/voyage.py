@@ -1,77 +1,33 @@
 """A voyage: one call of the mover, a window of objects under way to or from one node.
 
-    begin    take a slot (or the caller's memory), `Job.before`, submit the first batch, `Job.look` at what is sent
-    finish   wait, submit the next batch while there is one, `Job.look` at what came, `Job.after`, slot back
+    begin    take a slot (or the caller's memory), `Job.before`, submit the parcels, `Job.look` at what was gathered
+    finish   parcel by parcel: wait, submit more, `Job.look` at what came; `Job.after`, slot back
+
+What is sent from the caller's memory is looked at when all that fits the window has been submitted.
 
 Where the node's memory is here (`Transfer.by_hand`) nothing is submitted: a thread copies and looks by turns, so that
 the bytes it looks at are in its caches. The caller's thread and a helper take the objects in order.
 
-The window holds at most one batch of bytes, or a single object of any size. The oldest flight is always
-finished first, so results come in order, and a flight's slot is given up on every way out.
+The window holds so many bytes, or a single object of any size, of which so many are under way. The oldest flight is
+always finished first, so results come in order, and a flight's slot is given up on every way out.
 """
 
 import ctypes
 import time
-from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from kvstore.client.address import NodeAddress
-from kvstore.client.staging import Slot, Staging
+from kvstore.client.flight import READ_PARCEL_BYTES, Flight, Job, parcels, portions
+from kvstore.client.staging import Staging
 from kvstore.client.turns import by_turns
-from kvstore.core import Extents, MissReason, Part, Run, TransferFailed, limits, locate
+from kvstore.core import MissReason, TransferFailed, limits, locate
 from kvstore.transfer import HandCopy, Handle, Piece, Status, Transfer
 
 R = TypeVar("R")
-
-PORTION_BYTES = limits.MIB  # copied and looked at by turns: source and target are in the caches together
-
-
-class Job(ABC, Generic[R]):
-    """An object to be moved, and what to do with its bytes before and after.
-
-    `address` is registered memory that the caller gave for the part's bytes, or None to use staging.
-    """
-
-    extents: Extents
-    size_bytes: int
-    part: Part
-    address: int | None
-
-    @abstractmethod
-    def before(self, view: memoryview) -> None:
-        """Called with the part's memory before it moves."""
-
-    @abstractmethod
-    def look(self, view: memoryview, runs: Sequence[Run]) -> None:
-        """Called with the part's memory and all its runs, in order, in one call or in several: when they have come,
-        or when they are being sent."""
-
-    @abstractmethod
-    def after(self, view: memoryview) -> R:
-        """Called with the part's memory when all of it has moved: the result."""
-
-    @abstractmethod
-    def missed(self, reason: MissReason | None, error: str, moving: bool, failed: bool) -> R:
-        """The result when it has not: whether bytes may still move, whether a transfer ended as failed."""
-
-
-@dataclass(slots=True)
-class Flight(Generic[R]):
-    """A job that has begun: its memory, the transfer under way, the batches to come, or its result already."""
-
-    index: int
-    job: Job[R]
-    slot: Slot | None = None
-    view: memoryview = field(default_factory=lambda: memoryview(b""))
-    batches: deque[list[Piece]] = field(default_factory=deque)
-    handle: Handle | None = None
-    result: R | None = None
 
 
 class Voyage:
@@ -107,6 +63,9 @@ class Voyage:
         self._submit = transfer.submit_read if reading else transfer.submit_write
         self._add_late = add_late
         self._helper = helper
+        window_bytes = limits.TRANSFER_BATCH_BYTES_MAX
+        self._parcel_bytes = min(READ_PARCEL_BYTES, window_bytes) if reading else window_bytes
+        self._parcels_max = window_bytes // self._parcel_bytes  # of one flight, under way
         self._under_way_bytes = 0
         self._down = ""
         self._is_near = False
@@ -127,6 +86,7 @@ class Voyage:
             return
         waiting = deque(enumerate(jobs))
         flights: deque[Flight[R]] = deque()
+        begun: list[Flight[R]] = []
         try:
             while waiting or flights:
                 while waiting and self._fits(waiting[0][1]):
@@ -134,14 +94,23 @@ class Voyage:
                     if flight is None:
                         break
                     flights.append(flight)
+                    begun.append(flight)
                     waiting.popleft()
                     self._under_way_bytes += flight.job.part.size_bytes
+                self._look_at_what_is_sent(begun)
                 flight = flights.popleft()
                 self._under_way_bytes -= flight.job.part.size_bytes
                 yield flight.index, self._finish(flight)
         finally:
             for flight in flights:
                 self._let_go(flight)
+
+    def _look_at_what_is_sent(self, begun: list[Flight[R]]) -> None:
+        """While all of it is under way: to hash one before the next is submitted would keep the network waiting."""
+        for flight in begun:
+            if not self._reading and flight.result is None:
+                flight.look(flight.job.part.size_bytes)
+        begun.clear()
 
     def _carry_one(self, jobs: Sequence[Job[R]], index: int) -> R:
         flight = self._begin(index, jobs[index], wait=True)
@@ -168,9 +137,10 @@ class Voyage:
                     self._depart(flight)
         except TransferFailed as error:
             self._down = str(error)
-            flight.result = job.missed(MissReason.NODE_DOWN, self._down, moving=False, failed=False)
+            moving = bool(flight.under_way)
+            flight.result = job.missed(MissReason.NODE_DOWN, self._down, moving=moving, failed=False)
         except Exception as error:  # noqa: BLE001 - whatever a caller's source raises is this object's result
-            moving = flight.handle is not None
+            moving = bool(flight.under_way)
             flight.result = job.missed(None, f"its source failed: {error!r}", moving=moving, failed=False)
         except BaseException:
             self._let_go(flight)
@@ -178,7 +148,7 @@ class Voyage:
         return flight
 
     def _depart(self, flight: Flight[R]) -> None:
-        """Carries the flight out by hand, or submits its first batch."""
+        """Carries the flight out by hand, or submits its first parcels."""
         pieces = self._pieces(flight)
         copy = self._transfer.by_hand(self._segment, pieces, writing=not self._reading)
         if copy is not None:
@@ -187,15 +157,15 @@ class Voyage:
             finally:
                 copy.close()
             return
-        flight.batches.extend(_batches(pieces))
-        self._start_batch(flight)
-        if not self._reading:
-            flight.job.look(flight.view, flight.job.part.runs)
+        flight.to_come.extend(parcels(pieces, self._parcel_bytes))
+        self._send(flight)
+        if not self._reading and flight.slot:  # gathered just now, it is in the caches
+            flight.look(flight.job.part.size_bytes)
 
     def _carry(self, flight: Flight[R], copy: HandCopy) -> R:
         """Copies and looks, portion by portion."""
         job, start = flight.job, 0
-        for runs, end in _portions(job.part):
+        for runs, end in portions(job.part):
             if self._left_s() <= 0:
                 return self._too_late(flight)
             if not copy.move(end - start):
@@ -250,10 +220,11 @@ class Voyage:
             local += size
         return pieces
 
-    def _start_batch(self, flight: Flight[R]) -> None:
-        """Submits the next batch, if there is time for it."""
-        if flight.batches and self._left_s() > 0:
-            flight.handle = self._submit(self._segment, flight.batches.popleft())
+    def _send(self, flight: Flight[R]) -> None:
+        """Submits parcels, as far as the window and the time allow."""
+        while flight.to_come and len(flight.under_way) < self._parcels_max and self._left_s() > 0:
+            parcel = flight.to_come.popleft()
+            flight.under_way.append((self._submit(self._segment, parcel.pieces), parcel))
 
     def _finish(self, flight: Flight[R]) -> R:
         """Sees the flight to its end, or to the deadline; its result."""
@@ -264,26 +235,28 @@ class Voyage:
 
     def _ended(self, flight: Flight[R]) -> R:
         job = flight.job
+        if not self._reading:
+            flight.look(job.part.size_bytes)
         try:
             status = self._see_through(flight)
         except TransferFailed as error:
             self._down = str(error)
-            return job.missed(MissReason.NODE_DOWN, self._down, moving=False, failed=False)
+            moving = bool(flight.under_way)
+            return job.missed(MissReason.NODE_DOWN, self._down, moving=moving, failed=False)
         if status is Status.PENDING:
             return self._too_late(flight)
         if status is Status.FAILED:
             return self._broken(flight)
-        if self._reading:
-            job.look(flight.view, job.part.runs)
         return self._arrive(flight)
 
     def _too_late(self, flight: Flight[R]) -> R:
-        moving = flight.handle is not None
+        moving = bool(flight.under_way)
         return flight.job.missed(MissReason.TOO_SLOW, "the deadline came first", moving=moving, failed=False)
 
     def _broken(self, flight: Flight[R]) -> R:
         self._down = f"a transfer with the segment {self._segment} failed"
-        return flight.job.missed(MissReason.NODE_DOWN, self._down, moving=False, failed=True)
+        moving = bool(flight.under_way)
+        return flight.job.missed(MissReason.NODE_DOWN, self._down, moving=moving, failed=True)
 
     def _arrive(self, flight: Flight[R]) -> R:
         """The result of bytes that have all moved and been looked at."""
@@ -293,62 +266,29 @@ class Voyage:
             return flight.job.missed(None, f"its sink failed: {error!r}", moving=False, failed=False)
 
     def _see_through(self, flight: Flight[R]) -> Status:
-        """Waits for all batches. PENDING when time is up; then `flight.handle` is what still moves, if anything."""
+        """Waits for all parcels. PENDING when time is up; then what is `under_way` still moves."""
         while True:
-            if flight.handle is not None:
-                status = self._transfer.wait(flight.handle, self._left_s())
-                if status is Status.PENDING:
-                    return status
-                flight.handle = None
-                if status is Status.FAILED:
-                    return status
-            elif not flight.batches:
-                return Status.DONE
-            elif self._left_s() <= 0:
-                return Status.PENDING
-            else:
-                self._start_batch(flight)
+            self._send(flight)
+            if not flight.under_way:
+                return Status.PENDING if flight.to_come else Status.DONE
+            handle, parcel = flight.under_way[0]
+            status = self._transfer.wait(handle, self._left_s())
+            if status is Status.PENDING:
+                return status
+            flight.under_way.popleft()
+            if status is Status.FAILED:
+                return status
+            if self._reading:
+                self._send(flight)
+                flight.look(parcel.end)
 
     def _let_go(self, flight: Flight[R]) -> None:
-        """Gives the flight's memory up: at once if it is quiet, else when its transfer has ended."""
-        handle, slot = flight.handle, flight.slot
-        if handle is not None and self._transfer.poll(handle) is Status.PENDING:
-            if slot:
-                self._staging.retire(slot, handle)
-            else:
+        """Gives the flight's memory up: at once if it is quiet, else when its parcels have ended."""
+        moving = [handle for handle, _ in flight.under_way if self._transfer.poll(handle) is Status.PENDING]
+        if flight.slot and moving:
+            self._staging.retire(flight.slot, moving)
+        elif flight.slot:
+            self._staging.give_back(flight.slot)
+        else:
+            for handle in moving:
                 self._add_late(handle)
-        elif slot:
-            self._staging.give_back(slot)
-
-
-def _portions(part: Part) -> Iterator[tuple[Sequence[Run], int]]:
-    """The part's runs in groups of about `PORTION_BYTES`, each with where its bytes end in the part."""
-    runs, first = part.runs, 0
-    while first < len(runs):
-        room_ends = runs[first].offset_bytes + PORTION_BYTES
-        after = bisect_right(runs, room_ends, lo=first + 1, key=_end)
-        yield runs[first:after], runs[after].offset_bytes if after < len(runs) else part.size_bytes
-        first = after
-    if not runs:
-        yield (), part.size_bytes
-
-
-def _end(run: Run) -> int:
-    return run.offset_bytes + run.size_bytes
-
-
-def _batches(pieces: list[Piece]) -> list[list[Piece]]:
-    """The pieces in order, cut into batches of at most TRANSFER_BATCH_BYTES_MAX; one batch if there are no pieces."""
-    batches: list[list[Piece]] = [[]]
-    room = limits.TRANSFER_BATCH_BYTES_MAX
-    for local, remote, size in pieces:
-        done = 0
-        while done < size:
-            if room == 0:
-                batches.append([])
-                room = limits.TRANSFER_BATCH_BYTES_MAX
-            take = min(size - done, room)
-            batches[-1].append(Piece(local + done, remote + done, take))
-            done += take
-            room -= take
-    return batches

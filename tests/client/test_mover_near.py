@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from kvstore import tiers
-from kvstore.client import Mover, PullResult, PushResult, Staging, voyage
+from kvstore.client import Mover, PullResult, PushResult, Staging, flight
 from kvstore.core import Extent, MissReason, Part, Run, Span, checksums, pages_for
 from kvstore.transfer import ArenaSocket, SharedMemoryTransfer
 from tests.client.moving import PAGE, Arena, Got, Object, node_at, whole
@@ -99,7 +99,7 @@ def ranks_part(size: int) -> Part:
 
 def objects(world: World, *, stored: bool = False) -> list[Object]:
     """Sizes around those of pages and portions; runs of a few bytes, and of more than a portion."""
-    portion = voyage.PORTION_BYTES
+    portion = flight.PORTION_BYTES
     shapes = [(1, 1), (PAGE + 1, 3), (portion, 7), (portion + 1, 1), (3 * portion - 5, 2), (2 * portion, 500)]
     return [world.arena.object(size, whole(size, runs=runs), stored=stored) for size, runs in shapes]
 
@@ -108,7 +108,7 @@ def in_one_piece(world: World, size: int, *, stored: bool = False) -> Object:
     """An object of runs of a portion each, in neighbouring pages: a portion is a piece."""
     made = world.arena.object(PAGE)
     made.data = world.arena.random.randbytes(size)
-    made.part = whole(size, runs=size // voyage.PORTION_BYTES)
+    made.part = whole(size, runs=size // flight.PORTION_BYTES)
     made.table = checksums(memoryview(made.data), made.part.runs)
     made.extents = (Extent(0, pages_for(size, PAGE)),)
     if stored:
@@ -146,7 +146,7 @@ def test_a_part_in_registered_memory(world: World) -> None:
     assert memory[part.size_bytes :] == data
 
 
-@pytest.mark.parametrize("at_byte", [0, voyage.PORTION_BYTES - 1, voyage.PORTION_BYTES, 3 * MIB - 6])
+@pytest.mark.parametrize("at_byte", [0, flight.PORTION_BYTES - 1, flight.PORTION_BYTES, 3 * MIB - 6])
 def test_a_flipped_bit_is_found_in_whatever_portion_it_is(world: World, at_byte: int) -> None:
     made = world.arena.object(3 * MIB - 5, whole(3 * MIB - 5, runs=100), stored=True)
     page = world.arena.pages(made.extents)[at_byte // PAGE]

@@ -82,7 +82,7 @@ def test_a_retired_slot_comes_back_when_its_transfer_has_ended() -> None:
     plan = network.plan(Fault.HOLD)
     slot = take(staging, 2 * PAGE)
     handle = transfer.submit_read(peer.segment, [Piece(slot.address, arena.address, 2 * PAGE)])
-    staging.retire(slot, handle)
+    staging.retire(slot, [handle])
 
     assert (plan.hits, transfer.poll(handle)) == (1, Status.PENDING)
     assert staging.take(1, 0.02) is None
