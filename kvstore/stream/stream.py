@@ -113,7 +113,13 @@ async def connect(address: str, stream: FrameStream) -> None:
         OSError: nobody listens there, or the name cannot be resolved.
     """
     host, _, port = address.rpartition(":")
-    await asyncio.get_running_loop().create_connection(lambda: stream, host.strip("[]"), int(port))
+    transport, _ = await asyncio.get_running_loop().create_connection(
+        lambda: stream, host.strip("[]"), int(port)
+    )
+    if transport.get_extra_info("sockname") == transport.get_extra_info("peername"):
+        # Who tries a port of this host for hours, and nobody listens there, is one day given that very port.
+        stream.abort()
+        raise ConnectionRefusedError(f"nobody listens at {address}")
 
 
 def _configure(connection: socket.socket) -> None:

@@ -3,12 +3,13 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
 from kvstore.core import limits
 from kvstore.stream import FrameStream, connect
-from tests.support import wait_until_async
+from tests.support import free_port, wait_until_async
 
 
 class End:
@@ -116,3 +117,15 @@ async def test_frames_leave_at_once_and_a_vanished_end_is_noticed(ends) -> None:
         )
         assert idle_s + interval_s * probes == 20
         assert end.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+
+
+async def test_a_connection_to_itself_is_none(monkeypatch) -> None:
+    """The kernel makes one where nobody listens, now and then. Mutant: it is a node that says what it is told."""
+    loop, port = asyncio.get_running_loop(), free_port()
+    from_there = partial(loop.create_connection, local_addr=("127.0.0.1", port))
+    monkeypatch.setattr(loop, "create_connection", from_there)
+    end = End()
+    with pytest.raises(ConnectionRefusedError, match="nobody listens"):
+        await connect(f"127.0.0.1:{port}", end.stream)
+    await wait_until_async(lambda: end.ended == 1)
+    assert end.opened == 1, "there was none: this shows nothing"
