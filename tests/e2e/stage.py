@@ -16,7 +16,7 @@ import httpx
 from deploy.demo.engine import MODEL_NAME, Answer, Engine
 from deploy.demo.node import Node
 from tests.e2e.support import Asked, Forwarder, ask, prompt_text, stored, transfer_config, unread_bytes
-from tests.support import RedisServer, free_port, wait_until
+from tests.support import RedisServer, free_port, wait_until, wait_until_stopped
 
 GENERATED_TOKENS = 16
 PROMPT_TOKENS, CHUNK_TOKENS, OBJECTS = 639, 512, 2
@@ -65,6 +65,7 @@ class Stage:
     def freeze(self) -> None:
         """SIGSTOP: connections stay, and nobody answers."""
         self.node.signal(signal.SIGSTOP)
+        wait_until_stopped(self.node.pid)
 
     def thaw(self) -> None:
         """SIGCONT."""

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -63,8 +63,10 @@ class Process:
         )
 
     def send(self, number: signal.Signals) -> None:
-        """SIGSTOP, SIGCONT, SIGKILL ..., to this process alone."""
+        """SIGSTOP, SIGCONT, SIGKILL ..., to this process alone. After SIGSTOP none of its threads runs."""
         self.popen.send_signal(number)
+        if number is signal.SIGSTOP:
+            wait_until_stopped(self.popen.pid)
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
@@ -86,3 +88,15 @@ class Process:
         if self.returncode is None:
             self.send(signal.SIGCONT)
             self.stop()
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Returns when SIGSTOP has reached every thread. One of them is told, and tells the others when it is given a
+    core: on a busy machine they go on for milliseconds."""
+    wait_until(lambda: set(_states(pid)) == {"T"}, what=f"process {pid} to be stopped")
+
+
+def _states(pid: int) -> Iterator[str]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+            yield (task / "stat").read_text().rpartition(")")[2].split()[0]
