@@ -56,13 +56,13 @@ class Endpoint:
         """
         self._loop = asyncio.get_running_loop()
         host, port, ipv6 = await _resolve(self._loop, self.address)
-        self._reading = True
         try:
-            bound = _bound(host, port, ipv6=ipv6)
-            self._server = await self._loop.create_server(self._connection, sock=bound, backlog=BACKLOG)
+            listening = _listening(host, port, ipv6=ipv6)
         except OSError as error:
             raise BadConfiguration(_why_not_bound(self.address, port, error)) from error
-        host, port, *_ = bound.getsockname()
+        self._reading = True
+        self._server = await self._loop.create_server(self._connection, sock=listening, backlog=BACKLOG)
+        host, port, *_ = listening.getsockname()
         self.address = f"[{host}]:{port}" if ipv6 else f"{host}:{port}"
 
     def stop_reading(self) -> None:
@@ -149,22 +149,23 @@ class Endpoint:
                 self._unread[peer] = None
 
 
-def _bound(host: str, port: int, *, ipv6: bool) -> socket.socket:
-    """A socket that has this address; of IPv6, [::] means all addresses of both kinds.
+def _listening(host: str, port: int, *, ipv6: bool) -> socket.socket:
+    """A socket that listens at this address; of IPv6, [::] means all addresses of both kinds.
 
     Raises:
         OSError
     """
-    bound = socket.socket(socket.AF_INET6 if ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+    listening = socket.socket(socket.AF_INET6 if ipv6 else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if ipv6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        bound.bind((host, port))
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
     except OSError:
-        bound.close()
+        listening.close()
         raise
-    return bound
+    return listening
 
 
 async def _resolve(loop: asyncio.AbstractEventLoop, listen: str) -> tuple[str, int, bool]:
