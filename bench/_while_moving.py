@@ -2,8 +2,9 @@
 
 One node with 100,000 objects of 64 KiB, a real Redis beside it. One process pushes new objects, 4 MiB at a time, and
 as many are evicted; one pulls objects that it has pushed, as many at a time, verified; both as fast as they can. A
-third says Hello every 5 ms; in turns with it, one asks a process that only echoes. By shared memory and by Mooncake
-over TCP, in turns.
+third says Hello every 5 ms. In turns with it, one says Hello to a second node that does nothing, and one asks a
+process that only echoes: what the machine takes, and what a client and a node take who have all they need. By shared
+memory and by Mooncake over TCP, in turns.
 """
 
 import asyncio
@@ -49,9 +50,10 @@ TURNS = 5
 
 
 class Waits(NamedTuple):
-    """Milliseconds that a Hello took, and a question to a process that only echoes."""
+    """Milliseconds that a Hello took, one to an idle node, and a question to a process that only echoes."""
 
     hello: list[float]
+    idle: list[float]
     echo: list[float]
 
 
@@ -65,16 +67,23 @@ def waits_beside_bytes(seconds: float) -> dict[str, Waits]:
         )
         asyncio.run(fill(node.control))
         echo = stack.enter_context(Echo(num_callers=1))
-        greeter = stack.enter_context(watcher(partial(greet, node.control)))
-        echoer = stack.enter_context(watcher(partial(ask_echo, echo.address)))
+        idle = stack.enter_context(running_node())
+        askers = [
+            stack.enter_context(watcher(body))
+            for body in (
+                partial(greet, node.control),
+                partial(greet, idle.control),
+                partial(ask_echo, echo.address),
+            )
+        ]
         movers = {
             way: [stack.enter_context(watcher(partial(body, node.control, way))) for body in (push, pull)]
             for way in WAYS
         }
-        waits = {way: Waits([], []) for way in WAYS}
+        waits = {way: Waits([], [], []) for way in WAYS}
         for _ in range(TURNS):
             for way, pipes in movers.items():
-                for asker, took_ms in zip((greeter, echoer), waits[way], strict=True):
+                for asker, took_ms in zip(askers, waits[way], strict=True):
                     evicted = node.stats()["store"]["totals"]["evicted"]
                     ask([*pipes, asker], seconds / TURNS)
                     pushes, pulls, some_ms = answers([*pipes, asker])

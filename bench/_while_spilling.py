@@ -1,11 +1,11 @@
 """What readers notice of a node that spills at full speed. For `bench/nvme.py`.
 
-One node with 1 GiB of DRAM and a device in a file. Three processes take turns, each alone with the node in its
-slice: one gets an object of 8 MiB from the node's DRAM, one says Hello to it, one asks a process that only echoes;
-all a hundred times a second. A slice in which that is all there is comes before one in which another process stores
-objects as fast as the node gives room, that is, as fast as it spills. It sends no bytes: all objects are zeros, as
-the node's memory is from the beginning, so that what is measured is the spill alone. What they see when all three
-ask at once is measured, too.
+One node with 1 GiB of DRAM and a device in a file. Four processes take turns, each alone with the node in its
+slice: one gets an object of 8 MiB from the node's DRAM, one says Hello to it, one says Hello to a second node that
+does nothing, one asks a process that only echoes; all a hundred times a second. A slice in which that is all there is
+comes before one in which another process stores objects as fast as the node gives room, that is, as fast as it
+spills. It sends no bytes: all objects are zeros, as the node's memory is from the beginning, so that what is measured
+is the spill alone. What they see when all of them ask at once is measured, too.
 """
 
 import asyncio
@@ -88,7 +88,13 @@ def watch(slices: int) -> Seen:
             raise Wrong("an object was not stored")
         table = checksums(memoryview(bytes(OBJECT_BYTES)), MANIFEST.geometry.runs(OBJECT_BYTES))
         echo = stack.enter_context(Echo(num_callers=1))
-        bodies = (partial(puller, node.control), partial(asker, node.control), partial(echoer, echo.address))
+        idle = stack.enter_context(running_node())
+        bodies = (
+            partial(puller, node.control),
+            partial(asker, node.control),
+            partial(asker, idle.control),
+            partial(echoer, echo.address),
+        )
         watchers = [stack.enter_context(watcher(body)) for body in bodies]
         return _compare(node, asyncio.Runner(), table, watchers, slices)
 

@@ -219,13 +219,13 @@ def opened() -> Iterator[Bench]:
 
 def tell(report: Report, seen: Seen) -> None:
     """What others notice of a node that spills."""
-    pulled, asked, echoed = map(_both, seen.alone)
+    pulled, asked, idle, echoed = map(_both, seen.alone)
     report.note(
-        f"a node that spills {seen.spilled_gb_per_s:.2f} GB/s ({seen.cpu_s_per_gb:.2f} CPU s/GB of all of it), p99 "
-        f"idle and meanwhile: pulls of {PULLED_BYTES // MIB} MiB {pulled}, a Hello {asked}, a question to a process "
-        f"that only echoes {echoed}; all three at once: {', '.join(map(_both, seen.at_once))}"
+        f"a node spills {seen.spilled_gb_per_s:.2f} GB/s ({seen.cpu_s_per_gb:.2f} CPU s/GB of all of it). p99, idle "
+        f"and meanwhile: pulls of {PULLED_BYTES // MIB} MiB {pulled}, a Hello {asked}, a Hello to a node that is "
+        f"idle {idle}, a process that only echoes {echoed}; all at once: {', '.join(map(_both, seen.at_once))}"
     )
-    pull, ask, _ = seen.alone
+    pull, ask, *_ = seen.alone
     ratio = p99(pull.spilling) / p99(pull.idle)
     report.aim("pull_p99_during_spill_vs_idle", ratio, 2.0, "x", at_most=True)
     report.aim("control_p99_ms_during_spill", p99(ask.spilling), 5.0, "ms", at_most=True)
