@@ -99,7 +99,7 @@ class Endpoint:
             peer.pause()
 
     def _came(self, peer: Peer) -> None:
-        if self._turns.full:
+        if peer in self._unread:  # it says more than is handled
             peer.pause()
         self._unread[peer] = None
         self._drain_soon()

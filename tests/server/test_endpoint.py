@@ -5,6 +5,8 @@ import socket
 import time
 from functools import partial
 
+import pytest
+
 from kvstore.core import limits
 from kvstore.server.endpoint import Endpoint, Peer
 from kvstore.server.turns import FRAMES_HELD, Rest
@@ -121,6 +123,35 @@ async def test_a_peer_that_floods_the_node_is_not_read_from_meanwhile_and_waits_
         await flood
         await wait_until_async(lambda: handled.count(large) >= 63)
     await endpoint.close()
+
+
+async def test_a_flood_of_small_frames_stays_with_who_sends_it() -> None:
+    """Mutant: only who finds no room is not read from; there is some whenever a frame was handled, and bytes come
+    faster than frames are handled."""
+    handled = 0
+
+    def receive(peer: Peer, frame: bytes) -> None:
+        nonlocal handled
+        handled += 1
+        sum(range(WORK))
+
+    endpoint = Endpoint("127.0.0.1:0", receive, lambda: None)
+    await endpoint.start()
+    with raw_peer(endpoint.address) as flooder:
+        flooder._socket.settimeout(10.0)
+        data = framed(bytes(60)) * 500_000  # more than the kernel keeps: what it keeps shows nothing
+        flood = asyncio.get_running_loop().run_in_executor(None, flooder.send_bytes, data)
+        held = 0
+        async with asyncio.timeout(30.0):
+            while handled < 5_000:
+                await asyncio.sleep(0)
+                held = max(held, sum(len(peer._reader._buffer) for peer in endpoint._peers))
+        assert not flood.done(), "it was taken although it was not handled"
+        assert 0 < held < limits.MIB
+        endpoint.stop_reading()
+        await endpoint.close()
+        with pytest.raises(ConnectionError):
+            await flood
 
 
 async def test_what_a_peer_said_before_it_went_is_handled() -> None:
