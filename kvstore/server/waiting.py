@@ -52,17 +52,21 @@ async def acquire_waiting(
 ) -> Answers:
     """The answers to `request` once there is nothing left to wait for; `answers` are the first ones.
 
-    `Filling` becomes `Miss(pending_timeout)` when the time is over.
+    `Filling` becomes `Miss(pending_timeout)` when the time is over. The store is looked at before each wait, since
+    a commit that came after the last look, and before the key was watched, has called nobody.
     """
     deadline = clock() + request.wait_s
     attempt = msgspec.structs.replace(request, wait_s=0.0)
     keys = request.keys
     while worth_waiting(answers) and (left_s := deadline - clock()) > 0 and not parking.closing:
         index = first_unpromised(answers) or 0
-        keys, answers = keys[index:], answers[index:]
-        if not await parking.changed(partial(store.watch, request.namespace, keys[:1]), left_s):
-            continue  # the time is over, the server stops, or the node's clock stood still
-        answers = store.acquire(client, msgspec.structs.replace(attempt, keys=keys))
+        keys, awaited = keys[index:], answers[index]
+        rest = msgspec.structs.replace(attempt, keys=keys)
+        answers = store.acquire(client, rest)
+        if answers[0] == awaited:
+            if not await parking.changed(partial(store.watch, request.namespace, keys[:1]), left_s):
+                continue  # the time is over, the server stops, or the node's clock stood still
+            answers = store.acquire(client, rest)
         if isinstance(answers[0], Miss):
             break  # its writer gave up, or was refused
     answers = store.acquire(client, attempt)
@@ -96,6 +100,7 @@ async def pages_waiting(
     """The answers to `request` once the first key that is on its way has come or failed; `answers` are the first."""
     since_s = clock()
     awaited = first_to_come(answers)
+    answers = store.pages(client, request, since_s)  # what has come since then has called nobody
     while awaited is not None and first_to_come(answers) == awaited and not parking.closing:
         left_s = since_s + request.wait_s - clock()
         if left_s <= 0:

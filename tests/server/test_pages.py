@@ -53,6 +53,13 @@ async def test_the_reply_comes_with_the_first_key_not_with_all(world) -> None:
     assert len(answers) == len(world.names)
 
 
+async def test_what_comes_before_the_wait_has_begun_is_not_waited_for(world) -> None:
+    """Mutant: look before the wait has begun, and watch the key from then on."""
+    task = waiting(world, Parking(), world.names, 20.0)
+    world.carrier.carry(0)  # the task starts in the next turn of the loop
+    assert isinstance((await asyncio.wait_for(task, 5.0))[0], Resident)
+
+
 async def test_a_failure_of_the_first_key_ends_the_wait(world) -> None:
     task = waiting(world, Parking(), world.names, 20.0)
     await asyncio.sleep(0)

@@ -1,6 +1,7 @@
 """Acquire that waits: it ends when there is nothing to wait for any more, and never holds what nobody wants."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 
 import pytest
 
@@ -21,7 +22,7 @@ from kvstore.wire import (
     LeaseId,
     Miss,
     Release,
-    Reply,
+    ReplyBody,
     Request,
     RequestBody,
     Reserve,
@@ -47,6 +48,8 @@ from tests.support.control_node import (
 LEASE = LeaseId(b"l" * 16)
 KEYS = chain(4)
 READER = b"r" * 16
+WRITER = b"c" * 16
+WAITING = Acquire(NAMESPACE, tuple(KEYS), LEASE, 30.0, 20.0)
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ async def node():
 
 @pytest.fixture
 async def writer(node):
-    with raw_peer(node.address) as peer:
+    with raw_peer(node.address, client=WRITER) as peer:
         assert isinstance((await peer.ask(Hello(NAMESPACE, MANIFEST.encode()))).body, Welcome)
         yield peer
 
@@ -208,27 +211,50 @@ async def test_a_release_ends_the_wait_and_takes_nothing_again(node, writer, rea
     assert node.store.snapshot().watched_keys == 0
 
 
-async def test_a_release_that_comes_with_its_acquire_leaves_no_request_without_an_answer(
-    node, writer, reader, monkeypatch
-) -> None:
-    """Both are received in one turn of the loop. Mutant: answer from within the wait, which has not begun."""
-    await reserved(writer)
-    sent: list[Reply] = []
+@pytest.fixture
+def in_one_turn(node, monkeypatch) -> Callable[..., Coroutine[None, None, dict[int, ReplyBody]]]:
+    """Has the node receive some requests in one turn of its loop; the replies by position."""
+    sent: dict[int, ReplyBody] = {}
 
     def send(_: bytes, frame: bytes) -> bool:
-        sent.append(decode_reply(frame))
+        reply = decode_reply(frame)
+        sent[reply.request_id] = reply.body
         return True
 
-    monkeypatch.setattr(node.server._endpoint, "send", send)
-    bodies: tuple[RequestBody, ...] = (Acquire(NAMESPACE, tuple(KEYS), LEASE, 30.0, 20.0), Release(LEASE))
-    for number, body in enumerate(bodies):
-        node.server._receive(b"peer", encode(Request(1, ClientId(READER), number, body)))
-    await parked(node, 0)
-    await wait_until_async(lambda: len(sent) == 2)
-    assert {reply.request_id: reply.body for reply in sent} == {
-        0: Acquired((Miss(MissReason.EXPIRED),)),
-        1: Done(),
-    }
+    async def replies(*bodies: RequestBody) -> dict[int, ReplyBody]:
+        monkeypatch.setattr(node.server._endpoint, "send", send)
+        for number, body in enumerate(bodies):
+            sender = READER if isinstance(body, Acquire | Release) else WRITER
+            node.server._receive(b"peer", encode(Request(1, ClientId(sender), number, body)))
+        await wait_until_async(lambda: len(sent) == len(bodies))
+        assert node.server.stats.parked == 0 and node.server.stats.parked_total == 1
+        return sent
+
+    return replies
+
+
+async def test_a_release_that_comes_with_its_acquire_leaves_no_request_without_an_answer(
+    node, reader, writer, in_one_turn
+) -> None:
+    """Mutant: answer from within the wait, which has not begun."""
+    await reserved(writer)
+    replies = await in_one_turn(WAITING, Release(LEASE))
+    assert replies == {0: Acquired((Miss(MissReason.EXPIRED),)), 1: Done()}
+
+
+async def test_a_commit_that_comes_with_an_acquire_is_not_waited_for(node, writer, in_one_turn) -> None:
+    """Mutant: look before the wait has begun, and watch the keys from then on."""
+    granted = await reserved(writer)
+    replies = await in_one_turn(WAITING, Commit(NAMESPACE, tuple(granted)))
+    assert [type(answer) for answer in replies[0].answers] == [Resident] * len(KEYS)
+
+
+async def test_a_writer_that_gives_up_as_the_acquire_comes_is_not_waited_for(
+    node, writer, in_one_turn
+) -> None:
+    given_up = tuple((item.key, item.generation) for item in await reserved(writer))
+    replies = await in_one_turn(WAITING, Abort(NAMESPACE, given_up, quiet=True))
+    assert replies[0] == Acquired((Miss(MissReason.NEVER_STORED),))
 
 
 async def test_another_clients_release_of_the_same_lease_id_changes_nothing(node, writer, reader) -> None:
