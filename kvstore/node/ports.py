@@ -21,8 +21,8 @@ def claimable(address: str, flag: str) -> str:
     host, port = split_address(address)
     try:
         family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise KVStoreError(f"{address}: {host!r} is not a known host: {error.strerror}; see {flag}") from None
+    except (socket.gaierror, UnicodeError) as error:  # a label that is empty or too long is no name at all
+        raise KVStoreError(f"{address}: {host!r} is not a known host: {error}; see {flag}") from None
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -37,7 +37,7 @@ def resolves(host: str) -> bool:
     """Whether a host name or address means anything on this machine."""
     try:
         socket.getaddrinfo(host, None)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         return False
     return True
 

@@ -17,7 +17,11 @@ from kvstore.server.turns import Rest, Turns
 from kvstore.stream import FrameStream
 
 BUDGET_S = 0.0003  # of the loop's time, before it looks for what has come
+PORT_MAX = 65_535
 BACKLOG = 1_024  # connections that come at once, as after a restart
+GREETING_S = (
+    10.0  # until a connection has said what it speaks; who says nothing would keep its place for ever
+)
 LINGER_S = 0.5  # for the last replies of a node that stops
 
 Peer = FrameStream
@@ -30,7 +34,8 @@ class Endpoint:
     Args:
         listen: "host:port"; IPv4, "[IPv6]" or a name that resolves to one of them. Port 0 takes a free one.
         receive: is given (peer, frame) on the loop, one call per frame; returns what is left to be done of it.
-        malformed: is called for every connection that carries something else than frames; it is ended.
+        malformed: is called for every connection that carries something else than frames, or does not say in time
+            what it carries; it is ended.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class Endpoint:
         self._malformed = malformed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: asyncio.Server | None = None
-        self._peers: set[Peer] = set()
+        self._peers: dict[Peer, asyncio.TimerHandle] = {}  # and when it must have greeted
         self._none_left = asyncio.Event()
         self._unread: dict[Peer, None] = {}  # may have sent a whole frame; in the order of their turns
         self._turns: Turns[Peer] = Turns()
@@ -94,9 +99,17 @@ class Endpoint:
         return FrameStream(self._opened, self._came, self._ended)
 
     def _opened(self, peer: Peer) -> None:
-        self._peers.add(peer)
+        self._peers[peer] = asyncio.get_running_loop().call_later(GREETING_S, self._expect_greeting, peer)
         if not self._reading:
             peer.pause()
+
+    def _expect_greeting(self, peer: Peer) -> None:
+        if not peer.greeted:
+            self._refuse(peer)
+
+    def _refuse(self, peer: Peer) -> None:
+        self._malformed()
+        peer.abort()
 
     def _came(self, peer: Peer) -> None:
         if peer in self._unread:  # it says more than is handled
@@ -106,7 +119,7 @@ class Endpoint:
 
     def _ended(self, peer: Peer) -> None:
         """What it has said is handled all the same."""
-        self._peers.discard(peer)
+        self._peers.pop(peer).cancel()
         if not self._peers:
             self._none_left.set()
 
@@ -139,8 +152,7 @@ class Endpoint:
             try:
                 frame = peer.take()
             except BadRequest:
-                self._malformed()
-                peer.abort()
+                self._refuse(peer)
                 continue
             if frame is None:
                 peer.resume()
@@ -171,11 +183,11 @@ def _listening(host: str, port: int, *, ipv6: bool) -> socket.socket:
 async def _resolve(loop: asyncio.AbstractEventLoop, listen: str) -> tuple[str, int, bool]:
     """(numeric host, port, is IPv6): a name may have several addresses, and one is bound."""
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or int(port) > PORT_MAX:
         raise BadConfiguration(f"{listen!r} is no listen address; it looks like 127.0.0.1:7400 or [::1]:7400")
     try:
         found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a label that is empty or too long is no name at all
         raise BadConfiguration(f"the host of {listen!r} cannot be resolved: {error}") from error
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     family, _, _, _, address = found[0]

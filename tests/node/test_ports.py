@@ -28,7 +28,12 @@ def test_a_taken_port_names_its_holder_and_the_flag() -> None:
 
 @pytest.mark.parametrize(
     ("address", "says"),
-    [("192.0.2.1:7400", "not an address of this machine"), ("no-such-host.invalid:7400", "not a known host")],
+    [
+        ("192.0.2.1:7400", "not an address of this machine"),
+        ("no-such-host.invalid:7400", "not a known host"),
+        ("a..b:7400", "not a known host"),  # mutant: the resolver's UnicodeError is "a bug of its own"
+        ("a" * 64 + ":7400", "not a known host"),
+    ],
 )
 def test_an_address_of_somebody_else_is_refused(address, says) -> None:
     with pytest.raises(KVStoreError, match=says):

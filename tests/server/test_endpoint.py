@@ -1,17 +1,21 @@
 """The socket under load: what holds without knowing what the frames say."""
 
 import asyncio
+import gc
+import re
 import socket
 import time
+import weakref
 from functools import partial
 
 import pytest
 
-from kvstore.core import limits
+from kvstore.core import BadConfiguration, limits
+from kvstore.server import endpoint as endpoint_module
 from kvstore.server.endpoint import Endpoint, Peer
 from kvstore.server.turns import FRAMES_HELD, Rest
-from kvstore.stream import framed
-from tests.server.raw import raw_peer
+from kvstore.stream import PREAMBLE, framed
+from tests.server.raw import RawPeer, raw_peer
 from tests.support import wait_until_async
 
 IN_FLIGHT = 300
@@ -152,6 +156,54 @@ async def test_a_flood_of_small_frames_stays_with_who_sends_it() -> None:
         await endpoint.close()
         with pytest.raises(ConnectionError):
             await flood
+
+
+async def test_who_does_not_say_in_time_what_it_speaks_is_ended(monkeypatch) -> None:
+    """Mutants: it stays; half a preamble is enough; who has greeted is ended, too."""
+    monkeypatch.setattr(endpoint_module, "GREETING_S", 0.5)
+    malformed: list[None] = []
+    endpoint = Endpoint("127.0.0.1:0", lambda peer, frame: None, lambda: malformed.append(None))
+    await endpoint.start()
+    with (
+        raw_peer(endpoint.address, preamble=b"") as silent,
+        raw_peer(endpoint.address, preamble=PREAMBLE[:-1]) as slow,
+        raw_peer(endpoint.address) as polite,
+    ):
+        await silent.end()
+        await slow.end()
+        assert len(malformed) == 2
+        later = RawPeer(endpoint.address, preamble=b"")  # a later deadline than the polite one's
+        await later.end()
+        later.close()
+        assert polite.receive() is None
+        assert not polite.ended
+    await wait_until_async(lambda: not endpoint._peers)
+    await endpoint.close()
+
+
+async def test_a_peer_that_went_before_it_greeted_is_forgotten() -> None:
+    """Mutant: its deadline keeps what it said."""
+    malformed: list[None] = []
+    endpoint = Endpoint("127.0.0.1:0", lambda peer, frame: None, lambda: malformed.append(None))
+    await endpoint.start()
+    with raw_peer(endpoint.address, preamble=PREAMBLE[:-1]):
+        await wait_until_async(lambda: endpoint._peers)
+        (peer,) = (weakref.ref(peer) for peer in endpoint._peers)
+
+    def forgotten() -> bool:
+        gc.collect()
+        return peer() is None
+
+    await wait_until_async(forgotten, 5.0)
+    assert not malformed
+    await endpoint.close()
+
+
+@pytest.mark.parametrize("listen", ["a..b:7400", "a" * 64 + ":7400", "127.0.0.1:65536", "127.0.0.1:\u00b2"])
+async def test_what_is_no_address_is_said(listen) -> None:
+    """Mutants: what the resolver, or bind, raises comes out as it is."""
+    with pytest.raises(BadConfiguration, match=re.escape(repr(listen))):
+        await Endpoint(listen, lambda peer, frame: None, lambda: None).start()
 
 
 async def test_what_a_peer_said_before_it_went_is_handled() -> None:
