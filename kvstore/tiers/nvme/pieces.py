@@ -1,5 +1,6 @@
 """From an object to I/O: which memory goes where on a device, and the hash of runs in scattered memory."""
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from xxhash import xxh3_64, xxh3_64_digest
@@ -8,6 +9,10 @@ from kvstore.core import Extents, Run, Span, limits, locate
 from kvstore.tiers.nvme.device import BLOCK_BYTES, Pieces
 
 _STRAND_PIECES_MAX = 8
+_LOCKED_BYTES_MAX = 64 * limits.KIB  # xxhash keeps the interpreter's lock while it hashes so much or less
+_LET_GO_BYTES = limits.MIB
+_LET_GO_S = 1e-6  # the shortest sleep there is, long enough for a thread that waits to wake up
+_NEVER = threading.Event()
 
 
 def io_bytes(size_bytes: int) -> int:
@@ -36,14 +41,22 @@ def strands(moved: Pieces, width: int) -> list[Pieces]:
 
 
 def table_of(memory: Sequence[memoryview], runs: Iterable[Run]) -> bytes:
-    """The checksums of an object's runs; the object lies in `memory`, in order."""
+    """The checksums of an object's runs; the object lies in `memory`, in order.
+
+    Whoever needs the interpreter meanwhile, such as the control loop, gets it after a MiB at the latest.
+    """
     source = _Cutter(memory)
     table = []
-    at = 0
+    at = locked_bytes = 0
     for _, offset, size in runs:
         assert offset == at, "the runs of an object follow each other"
         table.append(_digest(source.take(size)))
         at += size
+        if size <= _LOCKED_BYTES_MAX:
+            locked_bytes += size
+        if locked_bytes >= _LET_GO_BYTES:
+            _NEVER.wait(_LET_GO_S)
+            locked_bytes = 0
     return b"".join(table)
 
 

@@ -1,14 +1,16 @@
 """The small parts: pieces of objects, threads, space, wear, the choice of a device."""
 
 import random
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core import Extent, checksums, limits
+from kvstore.core import Extent, Run, checksums, limits
 from kvstore.tiers.nvme.base import Refusal
 from kvstore.tiers.nvme.device import BLOCK_BYTES, aligned
 from kvstore.tiers.nvme.nvme_device import NvmeDevice
@@ -89,6 +91,29 @@ def test_a_table_does_not_depend_on_how_memory_is_cut(tokens, cuts) -> None:
         at += cut
     views.append(memoryview(data)[at:])
     assert table_of(views, runs) == checksums(memoryview(data), runs)
+
+
+@pytest.mark.parametrize("run_bytes", [8 * limits.KIB, 64 * limits.KIB, 65 * limits.KIB])
+def test_who_hashes_does_not_keep_the_interpreter(run_bytes) -> None:
+    """Mutants: never let go of it; let go only for long runs, which is what the hash does by itself."""
+    memory = [memoryview(bytes(65 * limits.MIB // 8))] * 64
+    num_runs = sum(map(len, memory)) // run_bytes
+    runs = [Run(index, index * run_bytes, run_bytes) for index in range(num_runs)]
+    began, interval_s = threading.Event(), sys.getswitchinterval()
+
+    def hash_them() -> bytes:
+        began.set()
+        return table_of(memory, runs)
+
+    with ThreadPoolExecutor(1) as pool:
+        sys.setswitchinterval(100.0)  # nobody takes it away from a thread
+        try:
+            table = pool.submit(hash_them)
+            began.wait()
+            assert not table.done(), "this thread went on when all had been hashed"
+        finally:
+            sys.setswitchinterval(interval_s)
+        assert len(table.result()) == limits.CHECKSUM_BYTES * num_runs
 
 
 # --- threads ----------------------------------------------------------------------------------------
