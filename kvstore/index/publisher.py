@@ -65,8 +65,8 @@ class Publisher:
         index: where to.
         node: this node's id.
         tier_of: the tier in which the node holds a key at this moment, or None.
-        all_keys: a new iterator over all keys held. It is read in slices, between which the node goes
-            on: it must bear changes meanwhile (keys that come or go are marked one by one anyway).
+        all_keys: a new iterator over all keys held, and maybe others. It is read in slices, between which the
+            node goes on: it must bear changes meanwhile (keys that come or go are marked one by one anyway).
         record: what the heartbeat says, read each time.
         pass_s: seconds from one pass over all keys to the next, at the latest.
     """
@@ -224,9 +224,12 @@ class Publisher:
             self._pass = self._all_keys()
         if self._pass is not None:
             room = INDEX_BATCH_KEYS_MAX - len(batch)
-            slice_of_pass = list(islice(self._pass, room))
-            batch.update(dict.fromkeys(slice_of_pass))
-            self._pass_keys += len(slice_of_pass)
+            slice_of_pass = list(
+                islice(self._pass, room)
+            )  # bounds what is looked at, whatever is held of it by now
+            held = [key for key in slice_of_pass if self._tier_of(key) is not None]
+            batch.update(dict.fromkeys(held))
+            self._pass_keys += len(held)
             if len(slice_of_pass) < room:
                 self._pass = None
         return list(batch)

@@ -348,8 +348,8 @@ class Store:
         return self._listing.tier_of(key)
 
     def keys(self) -> Iterator[Key]:
-        """The keys that may be had now; the store may change while they are gone through."""
-        return (key for key in list(self._listing.objects) if self.tier_of(key) is not None)
+        """The keys that there are now, those being filled, too; the store may change while they are gone through."""
+        return iter(list(self._listing.objects))
 
     def objects(self, limit: int, cursor: int = 0) -> tuple[tuple[ObjectView, ...], int | None]:
         """A page of the listed objects, and the next page's cursor; what changes between pages may be missed."""

@@ -263,6 +263,22 @@ async def test_a_pass_takes_half_of_the_way_to_redis_at_most(index) -> None:
     assert loop.time() - began > spent * 1.7
 
 
+async def test_a_pass_over_keys_that_have_gone_goes_in_slices(index) -> None:
+    """The store was turned over since the pass began. Mutant: look for a batch of keys that are still held."""
+    node, keys = Node(index), new_keys(limits.INDEX_BATCH_KEYS_MAX * 20)
+    node.publisher._all_keys = lambda: iter(keys)
+    node.held[keys[-1]] = Tier.DRAM
+    looked_at = []
+    async with node.running():
+        while not node.publisher.settled:
+            before = node.asked
+            await asyncio.sleep(0)
+            looked_at.append(node.asked - before)
+    assert max(looked_at) <= limits.INDEX_BATCH_KEYS_MAX + 1
+    assert sum(looked_at) > len(keys)
+    assert await index.lookup(keys[-1:])
+
+
 async def test_a_pass_bears_a_node_that_goes_on(index) -> None:
     """Keys come and go between its slices; at the end the index holds what the node holds."""
     node, keys = Node(index), new_keys(limits.INDEX_BATCH_KEYS_MAX * 4)

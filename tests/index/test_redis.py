@@ -5,12 +5,13 @@ import random
 import time
 
 import pytest
+from redis.asyncio import Connection
 
 from kvstore.core import IndexDown, Key, Namespace, Tier
 from kvstore.core.limits import INDEX_FIRST_KEYS
 from kvstore.index import layout
 from kvstore.index.base import Location
-from kvstore.index.link import Command
+from kvstore.index.link import Command, _Plain
 from tests.contracts.index import holders, new_keys, new_node, record_of
 from tests.index.servers import command_calls
 
@@ -141,6 +142,32 @@ async def test_values_are_packed_as_the_page_says(index, raw) -> None:
     assert layout.decode(layout.encode([Location(NODE, Tier.NVME, HOUR)])) == (
         Location(NODE, Tier.NVME, HOUR),
     )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (
+            "EVALSHA",
+            "a" * 40,
+            3,
+            b"fence",
+            bytes(32),
+            b"\r\n$",
+            b"node",
+            1_764_600_000_000_000,
+            14_400,
+            b"\0\1",
+        ),
+        ("EVALSHA", "a" * 40, 1, b"", 0.5),
+        ("MGET", bytes(32), b"\r\n" * 16),
+        ("MGET", b"two", b"lengths"),
+        ("CLIENT SETNAME", "kvstore"),
+    ],
+)
+def test_commands_are_encoded_as_redis_py_does(command) -> None:
+    usual = Connection.pack_command(Connection(), *command)
+    assert b"".join(_Plain().pack_command(*command)) == b"".join(usual)
 
 
 # Expiry and bounds
