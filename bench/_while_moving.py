@@ -3,8 +3,9 @@
 One node with 100,000 objects of 64 KiB, a real Redis beside it. One process pushes new objects, 4 MiB at a time, and
 as many are evicted; one pulls objects that it has pushed, as many at a time, verified; both as fast as they can. A
 third says Hello every 5 ms. In turns with it, one says Hello to a second node that does nothing, and one asks a
-process that only echoes: what the machine takes, and what a client and a node take who have all they need. By shared
-memory and by Mooncake over TCP, in turns.
+process that only echoes: what the machine takes, and what a client and a node take who have all they need; and, by
+root, the busy node is asked while it and who asks are preferred by the scheduler: the rest is the wait for a core. By
+shared memory and by Mooncake over TCP, in turns.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import cycle
+from multiprocessing import active_children
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,12 +24,13 @@ from numpy.typing import NDArray
 
 from bench._echo import Caller, Echo
 from bench._harness import Wrong
+from bench._preferred import may_prefer, preferred
 from bench._small_objects import random_keys, store
 from bench._watchers import answers, ask, serve, watcher
 from kvstore.client import Client, ClientConfig, KVStore, Put
 from kvstore.core import Key, Manifest
 from tests.support import RedisServer
-from tests.support.node import running_node
+from tests.support.node import RunningNode, running_node
 
 MANIFEST = Manifest(
     weights="bench",
@@ -50,11 +53,13 @@ TURNS = 5
 
 
 class Waits(NamedTuple):
-    """Milliseconds that a Hello took, one to an idle node, and a question to a process that only echoes."""
+    """Milliseconds that a Hello took, one to an idle node, a question to a process that only echoes, and a Hello that
+    need not wait for a core."""
 
     hello: list[float]
     idle: list[float]
     echo: list[float]
+    preferred: list[float]
 
 
 def waits_beside_bytes(seconds: float) -> dict[str, Waits]:
@@ -68,29 +73,36 @@ def waits_beside_bytes(seconds: float) -> dict[str, Waits]:
         asyncio.run(fill(node.control))
         echo = stack.enter_context(Echo(num_callers=1))
         idle = stack.enter_context(running_node())
-        askers = [
-            stack.enter_context(watcher(body))
-            for body in (
-                partial(greet, node.control),
-                partial(greet, idle.control),
-                partial(ask_echo, echo.address),
-            )
-        ]
+        others = set(active_children())
+        askers = [stack.enter_context(watcher(partial(greet, node.control)))]
+        pids = [child.pid for child in active_children() if child not in others and child.pid]
+        bodies = (partial(greet, idle.control), partial(ask_echo, echo.address))
+        askers += [stack.enter_context(watcher(body)) for body in bodies]
         movers = {
             way: [stack.enter_context(watcher(partial(body, node.control, way))) for body in (push, pull)]
             for way in WAYS
         }
-        waits = {way: Waits([], [], []) for way in WAYS}
+        waits = {way: Waits([], [], [], []) for way in WAYS}
         for _ in range(TURNS):
             for way, pipes in movers.items():
-                for asker, took_ms in zip(askers, waits[way], strict=True):
-                    evicted = node.stats()["store"]["totals"]["evicted"]
-                    ask([*pipes, asker], seconds / TURNS)
-                    pushes, pulls, some_ms = answers([*pipes, asker])
-                    if not pushes or not pulls or node.stats()["store"]["totals"]["evicted"] == evicted:
-                        raise Wrong("nothing was pushed, pulled or evicted")
-                    took_ms += some_ms
+                for asker, took_ms in zip(askers, waits[way], strict=False):
+                    took_ms += _beside(node, pipes, asker, seconds / TURNS)
+                if may_prefer():
+                    with preferred(node.pid, *pids):
+                        waits[way].preferred.extend(_beside(node, pipes, askers[0], seconds / TURNS))
         return waits
+
+
+def _beside(
+    node: RunningNode, movers: Sequence[Connection], asker: Connection, seconds: float
+) -> list[float]:
+    """What the asker waits while the movers move."""
+    evicted = node.stats()["store"]["totals"]["evicted"]
+    ask([*movers, asker], seconds)
+    pushes, pulls, took_ms = answers([*movers, asker])
+    if not pushes or not pulls or node.stats()["store"]["totals"]["evicted"] == evicted:
+        raise Wrong("nothing was pushed, pulled or evicted")
+    return took_ms
 
 
 async def fill(control: str) -> None:

@@ -252,11 +252,16 @@ def main() -> int:
     report.note(f"{slices} slices of {SLICE_S} s each, clients alternating; {OBJECTS} objects on the node")
     report.aim("keys_per_s", min(read, write), AIM_KEYS_PER_S, "keys/s")
     report.aim("acquire64_p99_ms", p99_ms, AIM_P99_MS, "ms", at_most=True)
-    for way, (hello, idle, echo) in beside_bytes.items():
+    for way, (hello, idle, echo, quick) in beside_bytes.items():
+        own = (
+            f"; when its client and the node need not wait for a core: p99 {p99(quick):.1f} ms"
+            if quick
+            else ""
+        )
         report.note(
             f"a Hello beside pushes and pulls, {way}: median {median(hello):.1f}, p99 {p99(hello):.1f}, worst "
             f"{max(hello):.0f} ms, of {len(hello)}; to a node that is idle: {median(idle):.1f} and {p99(idle):.1f} "
-            f"ms; a process that only echoes: {median(echo):.1f} and {p99(echo):.1f} ms"
+            f"ms; a process that only echoes: {median(echo):.1f} and {p99(echo):.1f} ms{own}"
         )
     report.note(
         f"a Hello beside {CLIENTS - 1} clients that move nothing, at full speed: median {median(waits.hello):.1f}, "
